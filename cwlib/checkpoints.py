@@ -1,0 +1,262 @@
+"""Open a checkpoint: a name of the catalogue, a folder, a .gguf file, a hub id or a live model.
+
+Every way leads to the same object: the base model (without a head) with eager attention, in evaluation
+mode, its tokenizer, and the SHA-256 of the weights it came from. Random models come as such objects too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from cwlib.loading import load_config, load_model, load_tokenizer, quiet
+from cwlib.sources import locate
+from cwlib.tiny import ByteTokenizer, random_model, tiny_config
+
+DTYPES = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """A loaded model with what identifies it.
+
+    Attributes
+    ----------
+    name
+        Catalogue name, folder or file name, or hub id.
+    model
+        The base model, in evaluation mode, with eager attention.
+    tokenizer
+        Callable as ``tokenizer(text)["input_ids"]``, or None.
+    sha256
+        Of the source weights (.gguf or .safetensors); empty for a live model.
+    precision
+        As the weights are stored: "float32", "Q4_1", "Q4_K_M" ...
+    device, dtype
+        Where and in which type the model is loaded.
+    """
+
+    name: str
+    model: PreTrainedModel = field(repr=False)
+    tokenizer: Any = field(repr=False)
+    sha256: str
+    precision: str
+    device: str
+    dtype: str
+
+    @property
+    def kind(self) -> str:
+        """Either "decoder", where attention is causal, or "encoder"."""
+        flags = [module.is_causal for module in self.model.modules() if hasattr(module, "is_causal")]
+        if not flags:  # attention that does not say: MPNet, and decoders with code older than the flag
+            names = self.model.config.architectures or ()
+            flags = [name.endswith(("CausalLM", "LMHeadModel")) for name in names]
+            flags.append(getattr(self.model.config, "is_decoder", False))
+        return "decoder" if any(flags) else "encoder"
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters of the base model."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    @property
+    def context_length(self) -> int | None:
+        """Longest input in tokens; None when the model sets no limit."""
+        limit = getattr(self.model.config, "max_position_embeddings", None)
+        for name, module in self.model.named_modules():
+            # MPNet and RoBERTa count positions from padding_idx + 1
+            if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
+                return limit - module.padding_idx - 1
+        return limit
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, with the special tokens that the tokenizer adds by default.
+
+        Raises
+        ------
+        ValueError
+            If there is no tokenizer, the text is blank, or it is longer than the context.
+        """
+        if self.tokenizer is None:
+            raise ValueError(f"text: {self.name} has no tokenizer; pass token ids, or open it with tokenizer=...")
+        if not text.strip():
+            raise ValueError(f"text: expected some words, got {text!r}")
+        with quiet():  # too long a text gets our error, not a warning beforehand
+            ids = list(self.tokenizer(text)["input_ids"])
+        if self.context_length is not None and len(ids) > self.context_length:
+            raise ValueError(
+                f"text: {len(ids)} tokens, but {self.name} takes at most {self.context_length}: shorten it"
+            )
+        return ids
+
+
+def open_checkpoint(
+    source: str | os.PathLike | PreTrainedModel,
+    device: str = "auto",
+    dtype: str = "float32",
+    tokenizer: Any = None,
+) -> Checkpoint:
+    """Open a checkpoint for measuring.
+
+    Parameters
+    ----------
+    source
+        One of
+
+        - a catalogue name, such as "minilm-l6": fetched on first use;
+        - a folder in the hub's layout. A plain word is a catalogue name even where a folder is called so:
+          write "./minilm-l6" for the folder;
+        - a ``.gguf`` file: converted into the cache on first use;
+        - a hub id "org/name": the hub's cache first, then the network;
+        - a live `PreTrainedModel`: used where it is, in its own dtype, without a copy. It is switched to
+          evaluation mode and eager attention, and keeps its requires_grad.
+    device
+        "auto" (CUDA if there is any, else the CPU) or a torch device.
+    dtype
+        "float32", "float64", "bfloat16" or "float16".
+    tokenizer
+        Replaces the checkpoint's own; a live model has none otherwise.
+
+    Raises
+    ------
+    ValueError
+        If an argument is none of the above.
+    CheckpointError
+        If the checkpoint cannot be fetched, is damaged, or does not fill the model.
+    """
+    if isinstance(source, PreTrainedModel):
+        return _live(source, device, dtype, tokenizer)
+    place, torch_dtype = _device(device), _dtype(dtype)
+    found = locate(source)
+    tokenizer = load_tokenizer(found.folder) if tokenizer is None else tokenizer
+    model = load_model(found.folder, torch_dtype, found.safetensors).to(place).requires_grad_(False)
+    _require_one_stack(model)
+    return Checkpoint(found.name, model, tokenizer, found.sha256, found.precision, str(place), dtype)
+
+
+def initialise(
+    source: str | os.PathLike | PreTrainedModel | Checkpoint,
+    seed: int,
+    dtype: str = "float32",
+    device: str = "auto",
+) -> Checkpoint:
+    """The same architecture and tokenizer with freshly initialised weights: a null model.
+
+    The weights are the architecture's own initialisation. They are drawn in float32 on the CPU, so that a
+    seed means the same weights in every dtype; torch's global generators are left alone.
+
+    Parameters
+    ----------
+    source
+        What `open_checkpoint` takes, or a `Checkpoint`; only its configuration and tokenizer are used.
+    seed
+        Of the weights; the name says it, as in "minilm-l6@init0".
+    dtype, device
+        As in `open_checkpoint`.
+
+    Raises
+    ------
+    ValueError, CheckpointError
+        As `open_checkpoint`.
+    """
+    place, torch_dtype = _device(device), _dtype(dtype)
+    if isinstance(source, PreTrainedModel):
+        source = open_checkpoint(source)
+    if isinstance(source, Checkpoint):
+        name, config, tokenizer = source.name, source.model.config, source.tokenizer
+    else:
+        found = locate(source)
+        name, config, tokenizer = found.name, load_config(found.folder), load_tokenizer(found.folder)
+    model = random_model(config, seed, rescale=False)
+    _require_one_stack(model)
+    return _random_checkpoint(f"{name}@init{seed}", model, tokenizer, f"initialise {seed}", torch_dtype, place)
+
+
+def tiny_checkpoint(family: str, seed: int = 0, dtype: str = "float32", **overrides: Any) -> Checkpoint:
+    """A tiny random model on the CPU, for tests and the smoke profile; nothing is downloaded.
+
+    Linear and embedding weights are N(0, 1 / fan_in) and biases N(0, 0.1²): with transformers' own, smaller,
+    initialisation attention would be nearly uniform, and most tests vacuous.
+
+    Parameters
+    ----------
+    family
+        "bert", "mpnet", "gpt2", "llama", "qwen2" or "gemma3"; hidden size 48, 4 heads, 3 layers (Gemma: 4).
+    seed
+        Of the weights.
+    dtype
+        As in `open_checkpoint`.
+    **overrides
+        Fields of the model's configuration, such as ``num_hidden_layers=2``.
+
+    Raises
+    ------
+    ValueError
+        If the family, the dtype or the name of an override is unknown.
+    """
+    torch_dtype, config = _dtype(dtype), tiny_config(family, overrides)
+    name = f"tiny-{family}" + "".join(f"-{key}={value}" for key, value in overrides.items()) + f"@{seed}"
+    model = random_model(config, seed, rescale=True)
+    return _random_checkpoint(name, model, ByteTokenizer(), f"tiny {seed}", torch_dtype, torch.device("cpu"))
+
+
+def _live(model: PreTrainedModel, device: str, dtype: str, tokenizer: Any) -> Checkpoint:
+    base = model.base_model
+    _require_one_stack(base)
+    own = str(base.dtype).removeprefix("torch.")
+    if dtype not in ("float32", own):
+        raise ValueError(f"dtype: a live model stays in its own dtype, {own}; convert it before, got {dtype!r}")
+    if device not in ("auto", str(base.device), base.device.type):
+        raise ValueError(f"device: a live model stays on its device, {base.device}; move it before, got {device!r}")
+    base.eval()
+    base.set_attn_implementation("eager")
+    name = Path(base.config.name_or_path).name or type(base).__name__
+    return Checkpoint(name, base, tokenizer, "", own, str(base.device), own)
+
+
+def _require_one_stack(model: PreTrainedModel) -> None:
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ValueError(f"source: {type(model).__name__} is an encoder-decoder; expected one stack of self-attention")
+
+
+def _random_checkpoint(
+    name: str, model: PreTrainedModel, tokenizer: Any, recipe: str, dtype: torch.dtype, device: torch.device
+) -> Checkpoint:
+    ignored = ("transformers_version", "dtype", "_name_or_path", "architectures")
+    config = {key: value for key, value in model.config.to_dict().items() if key not in ignored}
+    text = json.dumps([recipe, config], sort_keys=True, default=str)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    for parameter in model.parameters():  # and no buffer: rotary frequencies stay float32, as in from_pretrained
+        parameter.data = parameter.data.to(dtype)
+    model = model.to(device).eval().requires_grad_(False)
+    return Checkpoint(name, model, tokenizer, digest, "float32", str(device), str(dtype).removeprefix("torch."))
+
+
+def _device(device: str) -> torch.device:
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        place = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device: expected 'auto' or a torch device, got {device!r}") from error
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device: {device!r} was asked for, but torch finds no CUDA device; use 'auto' or 'cpu'")
+    return place
+
+
+def _dtype(dtype: str) -> torch.dtype:
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
+    return DTYPES[dtype]

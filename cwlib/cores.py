@@ -1,0 +1,226 @@
+r"""Small cores of factored transports (T9).
+
+A head's transport :math:`T_h = O_h V_h` is a d_model x d_model matrix of rank at most d_head. Every norm,
+inner product and trace of products of transports reduces to d_head x d_head *cores*
+
+.. math::
+    P_{kh} = O_k^T O_h, \qquad B_{hl} = V_h V_l^T, \qquad C_{hl} = V_h O_l,
+
+by cyclicity of the trace, so nothing here forms a d_model x d_model matrix. Cores are accumulated in float64
+whatever the dtype of the weights. Under grouped-query attention ``groups`` consecutive query heads share one
+value head; value cores are formed once per pair of value heads and expanded by a view.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from cwlib._types import HeadGram, Output, Value
+
+HeadCores = Float[Tensor, "head head d_head d_head"]
+
+
+def _finite(name: str, tensor: object, ndim: int, axes: str) -> None:
+    """Refuse anything but a finite floating-point tensor with ``ndim`` axes."""
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"{name}: expected a torch.Tensor ({axes}), got {type(tensor).__name__}; use torch.as_tensor")
+    if not tensor.is_floating_point() or tensor.ndim != ndim or 0 in tensor.shape:
+        raise ValueError(
+            f"{name}: expected a non-empty floating-point tensor of shape ({axes}), "
+            f"got {tensor.dtype} of shape {tuple(tensor.shape)}"
+        )
+    if not torch.isfinite(tensor).all():
+        bad = (~torch.isfinite(tensor)).nonzero()[0].tolist()
+        raise ValueError(f"{name}: expected finite entries, got {tensor[tuple(bad)].item()} at {bad}")
+
+
+@dataclass(frozen=True, eq=False)
+class HeadTransports:
+    r"""The transports :math:`T_h = O_h V_h` of one layer, factored (the field's "OV circuits").
+
+    Parameters
+    ----------
+    value : Float[Tensor, "kv_head d_head d_model"]
+        Value maps :math:`V_h = W_V^h`, one per value head.
+    output : Float[Tensor, "head d_model d_head"]
+        Output maps :math:`O_h = W_O^h`, one per query head.
+    groups : int
+        Query heads per value head; 1 unless the layer uses grouped-query attention. Head h uses value head
+        ``h // groups``.
+
+    Raises
+    ------
+    ValueError
+        If shapes, head counts or values do not fit.
+    """
+
+    value: Value
+    output: Output
+    groups: int = 1
+
+    def __post_init__(self) -> None:
+        _finite("value", self.value, 3, "kv_head, d_head, d_model")
+        _finite("output", self.output, 3, "head, d_model, d_head")
+        heads, d_model, d_head = self.output.shape
+        if self.groups < 1 or self.value.shape[0] * self.groups != heads:
+            raise ValueError(
+                f"value: expected {heads} heads / groups={self.groups} to match output's {heads} heads, got "
+                f"{self.value.shape[0]}; for grouped-query attention pass groups = query heads per value head"
+            )
+        if tuple(self.value.shape[1:]) != (d_head, d_model):
+            raise ValueError(
+                f"value: expected shape (kv_head, d_head, d_model) = ({self.value.shape[0]}, {d_head}, {d_model}) to "
+                f"match output's (head, d_model, d_head) = {tuple(self.output.shape)}, got {tuple(self.value.shape)}; "
+                "a weight stored as (d_model, d_head) needs .transpose(-1, -2)"
+            )
+
+    @property
+    def heads(self) -> int:
+        """Number H of query heads."""
+        return self.output.shape[0]
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of value heads."""
+        return self.value.shape[0]
+
+    @property
+    def d_head(self) -> int:
+        """Dimension of a head."""
+        return self.output.shape[2]
+
+    @property
+    def d_model(self) -> int:
+        """Dimension of a fibre."""
+        return self.output.shape[1]
+
+    def per_head(self, value_indexed: Tensor, *dims: int) -> Tensor:
+        """Repeat value-head axes ``dims`` (default: the first) for the query heads that share them."""
+        for dim in dims or (0,):
+            value_indexed = value_indexed.repeat_interleave(self.groups, dim) if self.groups > 1 else value_indexed
+        return value_indexed
+
+    @property
+    def _v(self) -> Tensor:
+        # Upcast at each use: keeping float64 copies would triple the memory of every layer held.
+        return self.value.detach().to(torch.float64)
+
+    @property
+    def _o(self) -> Tensor:
+        return self.output.detach().to(torch.float64)
+
+    def output_cores(self, other: "HeadTransports | None" = None) -> HeadCores:
+        r"""Cores :math:`P_{kh} = O_k^T O'_h`, float64; ``other`` holds O' (default: the same layer)."""
+        right = self if other is None else other
+        return torch.einsum("kda,hdb->khab", self._o, right._o)
+
+    def value_cores(self, other: "HeadTransports | None" = None) -> HeadCores:
+        r"""Cores :math:`B_{hl} = V_h V_l'^T`, float64, expanded to query heads."""
+        right = self if other is None else other
+        cores = torch.einsum("had,lbd->hlab", self._v, right._v)
+        return right.per_head(self.per_head(cores, 0), 1)
+
+    def mixed_cores(self) -> HeadCores:
+        r"""Cores :math:`C_{hl} = V_h O_l`, float64."""
+        return self.per_head(torch.einsum("had,ldb->hlab", self._v, self._o))
+
+    def gram(self, other: "HeadTransports | None" = None) -> HeadGram:
+        r"""Frobenius inner products :math:`\langle T_h, T'_k\rangle_F = tr(P_{hk} B_{kh})` (T9).
+
+        Parameters
+        ----------
+        other : HeadTransports, optional
+            Transports T' of another layer with the same d_model; by default the same layer.
+
+        Returns
+        -------
+        Float[Tensor, "head head"]
+            Row h, column k; symmetric positive semidefinite when ``other`` is None.
+
+        Raises
+        ------
+        ValueError
+            If the two layers' d_model differ.
+        """
+        right = self if other is None else other
+        if right.d_model != self.d_model:
+            raise ValueError(f"other: expected d_model {self.d_model}, got {right.d_model}")
+        # <O_h V_h, O'_k V'_k> = tr(V_h^T O_h^T O'_k V'_k) = sum_ab (O_h^T O'_k)_ab (V_h V'_k^T)_ab
+        return torch.einsum("hkab,hkab->hk", self.output_cores(right), self.value_cores(right))
+
+    @cached_property
+    def head_gram(self) -> HeadGram:
+        r""":math:`(G_T)_{hk} = \langle T_h, T_k\rangle_F`, cached: it depends on weights only."""
+        return self.gram()
+
+    @cached_property
+    def quartic(self) -> Float[Tensor, "head head head head"]:
+        r"""Quartic form :math:`Q_{khlm} = tr(T_k^T T_h T_l^T T_m) = tr(P_{kh} B_{hl} P_{lm} B_{mk})` (T9).
+
+        For a mixture :math:`\Omega = \sum_h g_h T_h`,
+        :math:`|\Omega^T \Omega|_F^2 = \sum_{khlm} g_k g_h g_l g_m Q_{khlm}`.
+        Costs O(H^3 d_head^3 + H^4 d_head^2).
+        """
+        heads, size = self.heads, self.d_head * self.d_head
+        p, b = self.output_cores(), self.value_cores()
+        # left[k, h, l] = P_kh B_hl; tr(left[k, h, l] left[l, m, k]) contracts its two d_head axes.
+        left = torch.einsum("khab,hlbc->klhac", p, b).reshape(heads, heads, heads, size)
+        right = torch.einsum("lmab,mkbc->klmca", p, b).reshape(heads, heads, heads, size)
+        return torch.einsum("klhs,klms->khlm", left, right).contiguous()
+
+    @cached_property
+    def triangle_forms(self) -> tuple[Float[Tensor, "head head head"], Float[Tensor, "head head head head"]]:
+        r"""Forms of the composition of two transports (T8, T9).
+
+        The cubic form :math:`S_{hlm} = tr((T_h T_l)^T T_m) = tr(C_{hl}^T P_{hm} B_{ml})` and the quartic form
+        :math:`R_{hh'll'} = tr((T_h T_l)^T T_{h'} T_{l'}) = tr(C_{hl}^T P_{hh'} C_{h'l'} B_{l'l})`, which give the inner
+        product and the norms in the holonomy defect of a triangle.
+        """
+        p, b, c = self.output_cores(), self.value_cores(), self.mixed_cores()
+        outer = torch.einsum("hkab,kmbc->hkmac", p, c)  # P_hk C_km
+        inner = torch.einsum("mlab,hlcb->hlmac", b, c)  # B_ml C_hl^T
+        cubic = torch.einsum("hmac,hlmca->hlm", p, inner)
+        return cubic, torch.einsum("hkmac,hlmca->hklm", outer, inner)
+
+    @cached_property
+    def product_traces(self) -> HeadGram:
+        r""":math:`tr(T_h T_k) = tr(C_{hk} C_{kh})`, the pairing behind symmetry and adjoint defects (T9)."""
+        c = self.mixed_cores()
+        return torch.einsum("hkab,khba->hk", c, c)
+
+    def traces(self) -> Float[Tensor, " head"]:
+        r""":math:`tr(T_h) = tr(V_h O_h)`."""
+        return torch.einsum("had,hda->h", self.per_head(self._v), self._o)
+
+    def singular_values(self) -> Float[Tensor, "head rank"]:
+        r"""Singular values of every head's transport, descending.
+
+        With QR factors :math:`O_h = Q R_O` and :math:`V_h^T = Q' R_V`, those of :math:`T_h` are those of
+        the small matrix :math:`R_O R_V^T` (T9), at full float64 accuracy.
+
+        Returns
+        -------
+        Float[Tensor, "head rank"]
+            ``rank = min(d_head, d_model)`` values per head; the remaining ones are zero.
+        """
+        r_output = torch.linalg.qr(self._o, mode="r").R
+        r_value = self.per_head(torch.linalg.qr(self._v.transpose(1, 2), mode="r").R)
+        return torch.linalg.svdvals(r_output @ r_value.transpose(1, 2))
+
+    def total(self) -> "HeadTransports":
+        r"""The sum :math:`\sum_h T_h` as one head of width kv_heads * d_head.
+
+        Query heads of a group share V, so their output maps add up; the result has the rank bound of T7.
+        """
+        output = self._o.reshape(self.kv_heads, self.groups, self.d_model, self.d_head).sum(1)
+        return HeadTransports(
+            self._v.reshape(1, -1, self.d_model), output.permute(1, 0, 2).reshape(1, self.d_model, -1)
+        )
+
+    def apply(self, vectors: Float[Tensor, "token d_model"]) -> Float[Tensor, "head token d_model"]:
+        r""":math:`T_h x` for every head h and each row x of ``vectors``, in float64."""
+        heads = torch.einsum("had,nd->hna", self._v, vectors.detach().to(torch.float64))
+        return torch.einsum("hna,hda->hnd", self.per_head(heads), self._o)

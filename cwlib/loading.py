@@ -1,0 +1,130 @@
+"""Load weights through transformers, strictly: every parameter comes from the file, and no pickle is run."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModel, AutoTokenizer, GgufConfig, PreTrainedModel
+from transformers.utils import logging
+
+from cwlib.catalogue import CheckpointError
+
+_LOCAL = {"trust_remote_code": False, "local_files_only": True}
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.txt", "vocab.json", "spiece.model")
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Silence transformers' progress bars and warnings, and put its settings back afterwards."""
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def load_config(folder: Path) -> Any:
+    """The model configuration in a folder; `CheckpointError` if transformers cannot read it."""
+    with _explained(f"config.json in {folder} could not be read"):
+        return AutoConfig.from_pretrained(folder, **_LOCAL)
+
+
+def load_model(folder: Path, dtype: torch.dtype, safetensors: bool) -> PreTrainedModel:
+    """The base model in a folder of the hub's layout, with eager attention, in evaluation mode, on the CPU.
+
+    A .bin file (`safetensors` False) is only read with torch's `weights_only`, which runs no pickled code.
+
+    Raises
+    ------
+    CheckpointError
+        If transformers cannot load it, or the weights do not fill the model.
+    """
+    with _explained(f"{folder} could not be loaded"):
+        model, info = AutoModel.from_pretrained(
+            folder,
+            attn_implementation="eager",
+            dtype=dtype,
+            use_safetensors=safetensors,
+            weights_only=True,
+            ignore_mismatched_sizes=True,  # refused below, with the names
+            output_loading_info=True,
+            **_LOCAL,
+        )
+    _refuse_partial_load(model, info, str(folder))
+    return model.eval()
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer in a folder, or None if it has none; `CheckpointError` if transformers cannot read it."""
+    if not any((folder / file).is_file() for file in _TOKENIZER_FILES):
+        return None
+    with _explained(f"the tokenizer in {folder} could not be loaded (tokenizer=... replaces it)"):
+        return AutoTokenizer.from_pretrained(folder, **_LOCAL)
+
+
+def convert(path: Path, target: Path, progress: bool = True) -> None:
+    """Write a .gguf file's base model, dequantised to float32, and its tokenizer in the hub's layout.
+
+    Raises
+    ------
+    CheckpointError
+        If transformers cannot convert it, or the weights do not fill the model.
+    OSError
+        If the disk is full.
+    """
+    source = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
+    # the reader shows a progress bar of its own, whatever transformers' setting
+    silence = contextlib.nullcontext() if progress else contextlib.redirect_stderr(io.StringIO())
+    with silence, _explained(f"{path.name} could not be converted"):
+        model, info = AutoModel.from_pretrained(
+            **source,
+            quantization_config=GgufConfig(dequantize=True),
+            dtype=torch.float32,
+            output_loading_info=True,
+            **_LOCAL,
+        )
+        _refuse_partial_load(model, info, path.name)
+        model.save_pretrained(target)
+        AutoTokenizer.from_pretrained(**source, **_LOCAL).save_pretrained(target)
+
+
+@contextlib.contextmanager
+def _explained(failure: str) -> Iterator[None]:
+    # transformers may draw numbers for what a file lacks (a pooler): the global generator stays out of it
+    with quiet(), torch.random.fork_rng(devices=[]):
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except Exception as error:  # transformers' errors have no common base
+            if "No space left" in str(error):
+                raise OSError(errno.ENOSPC, str(error)) from error
+            raise CheckpointError(f"{failure}: {type(error).__name__}: {error}") from error
+
+
+def _refuse_partial_load(model: PreTrainedModel, info: dict[str, Any], source: str) -> None:
+    # A pooler may be missing, since attention does not use it; heads that the base model lacks may be left.
+    harmless = ("pooler.", "position_ids", "token_type_ids", "inv_freq")
+    prefix = f"{model.base_model_prefix}."
+    parts = {child for child, _ in model.named_children()}
+    faults = {
+        "missing": info["missing_keys"],
+        "left over": [k for k in info["unexpected_keys"] if k.removeprefix(prefix).split(".")[0] in parts],
+        "of another shape": [key for key, *_ in info["mismatched_keys"]],
+    }
+    faults = {fault: sorted(k for k in keys if not any(h in k for h in harmless)) for fault, keys in faults.items()}
+    if lines := [f"{len(keys)} {fault} (first: {keys[0]})" for fault, keys in faults.items() if keys]:
+        raise CheckpointError(
+            f"the weights of {source} do not fill a {type(model).__name__}: {'; '.join(lines)}. "
+            "Part of the model would be random: check that config.json and the weights belong together"
+        )

@@ -1,0 +1,156 @@
+"""Resolve what a user calls a checkpoint to a folder in the hub's layout, and to the hash of its weights."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import os
+import re
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+from safetensors import SafetensorError, safe_open
+
+from cwlib.catalogue import CATALOGUE, CheckpointError, cached_folder, problems, read_provenance, sha256_of
+from cwlib.fetch import DTYPE_NAMES, convert_gguf, fetch
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A folder with a checkpoint: its name, the weights' SHA-256 and the precision they are stored in."""
+
+    name: str
+    folder: Path
+    sha256: str
+    precision: str
+    safetensors: bool = True
+
+
+def locate(source: str | os.PathLike) -> Source:
+    """Find, and if need be fetch or convert, the checkpoint that `open_checkpoint` was asked for.
+
+    Raises
+    ------
+    ValueError
+        If the argument is no name, path or hub id.
+    CheckpointError
+        If the checkpoint cannot be had, or is damaged.
+    """
+    if not isinstance(source, str | os.PathLike):
+        raise ValueError(f"source: expected a name, path, hub id or PreTrainedModel, got {type(source).__name__}")
+    text = os.fspath(source)
+    path = Path(text).expanduser()
+    if path.suffix.lower() == ".gguf":
+        if not path.is_file():
+            raise ValueError(f"source: there is no file {path}")
+        return _converted(path.stem, convert_gguf(path))
+    if isinstance(source, str) and text in CATALOGUE:
+        return _catalogued(text)
+    is_path = not isinstance(source, str) or "/" in text or os.sep in text or text.startswith((".", "~"))
+    if is_path and path.is_dir():
+        return _in_folder(path.resolve().name, path)
+    if isinstance(source, str) and _HUB_ID.fullmatch(text):
+        return _in_folder(text, _hub_folder(text))
+    if is_path:
+        raise ValueError(f"source: there is no folder {path}")
+    close = difflib.get_close_matches(text, CATALOGUE, n=1, cutoff=0.4)
+    raise ValueError(
+        f"source: unknown name {text!r}{f', did you mean {close[0]!r}?' if close else '.'} Expected one of "
+        f"{', '.join(CATALOGUE)}; a folder, as a path (./{text}); a .gguf file; or a hub id, org/name"
+    )
+
+
+def _catalogued(name: str) -> Source:
+    folder, item = cached_folder(name), CATALOGUE[name]
+    if not folder.exists():
+        about = f"{item.download_bytes / 1e6:.0f} MB, {item.origin}, {item.licence}"
+        print(f"cwlib: fetching {name} ({about}) into {folder}", file=sys.stderr)
+        fetch(name)
+    return _converted(name, folder)
+
+
+def _converted(name: str, folder: Path) -> Source:
+    if faults := problems(folder):
+        raise CheckpointError(
+            f"the cached {name} is damaged ({'; '.join(faults)}): repair it with "
+            f"`python -m cwlib checkpoints fetch {name}`"
+        )
+    record = read_provenance(folder)
+    return Source(name, folder, record["sha256"], record["precision"])
+
+
+def _in_folder(name: str, folder: Path) -> Source:
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(f"{folder} has no config.json: expected a folder in the hub's layout")
+    weights = _weight_files(folder)
+    if not weights:
+        raise CheckpointError(f"{folder} has a config.json but no weights: expected model.safetensors")
+    digests = [sha256_of(path) for path in weights]
+    # one file: its own hash, as the hub shows it; shards: the hash of their hashes
+    digest = digests[0] if len(digests) == 1 else hashlib.sha256("\n".join(digests).encode()).hexdigest()
+    if weights[0].suffix == ".safetensors":
+        return Source(name, folder, digest, _stored_precision(weights))
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    precision = config.get("dtype") or config.get("torch_dtype") or "unstated"
+    return Source(name, folder, digest, precision, safetensors=False)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    for single in ("model.safetensors", "pytorch_model.bin"):
+        index = folder / f"{single}.index.json"
+        if (folder / single).is_file():
+            return [folder / single]
+        if index.is_file():
+            shards = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
+            if missing := [shard for shard in shards if not (folder / shard).is_file()]:
+                raise CheckpointError(f"{folder} lacks {', '.join(missing)}: copy or download it again")
+            return [folder / shard for shard in shards]
+    return []
+
+
+def _stored_precision(weights: list[Path]) -> str:
+    counts: Counter[str] = Counter()
+    for path in weights:
+        try:
+            with safe_open(path, framework="pt") as tensors:
+                counts.update(tensors.get_slice(key).get_dtype() for key in tensors.keys())  # noqa: SIM118
+        except SafetensorError as error:
+            raise CheckpointError(f"{path} is damaged ({error}): copy or download it again") from error
+    [(stored, _)] = counts.most_common(1) or [("unstated", 0)]
+    return DTYPE_NAMES.get(stored, stored)
+
+
+def _hub_folder(repo: str) -> Path:
+    def snapshot(weights: str, cached: bool) -> Path | None:
+        wanted = ["*.json", "*.txt", "*.model", weights]
+        unwanted = ["*/*", "consolidated*"]  # other formats of the same weights
+        options = {"allow_patterns": wanted, "ignore_patterns": unwanted, "local_files_only": cached}
+        folder = Path(snapshot_download(repo, **options))
+        return folder if (folder / "config.json").is_file() and _weight_files(folder) else None
+
+    for cached in (True, False):
+        for weights in ("*.safetensors", "*.bin"):
+            try:
+                if folder := snapshot(weights, cached):
+                    return folder
+            except Exception as error:  # the hub client's errors have no common base
+                if cached:
+                    continue
+                if isinstance(error, GatedRepoError):
+                    why = "its authors grant access on request: ask on its page, then run `hf auth login`"
+                elif isinstance(error, RepositoryNotFoundError):
+                    why = "the hub has no such model, or it is private (then run `hf auth login`)"
+                else:
+                    why = "it is not in the hub's cache, and the hub cannot be reached"
+                raise CheckpointError(
+                    f"{repo}: {why}. Without the hub there are {', '.join(CATALOGUE)}, folders and .gguf. "
+                    f"The hub's client said: {error}"
+                ) from error
+    raise CheckpointError(f"{repo}: the hub has no config.json with .safetensors or .bin weights at its top level")

@@ -1,0 +1,71 @@
+"""Trends over depth and their uncertainty over passages."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+from scipy.stats import bootstrap, spearmanr
+
+RESAMPLES = 1000
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class Trend:
+    """A rank correlation with depth and its bootstrap interval over passages.
+
+    Attributes
+    ----------
+    rho : float
+        Spearman correlation between layer and the mean over passages, in [-1, 1].
+    low, high : float
+        Percentile bootstrap interval over passages; equal to ``rho`` when the quantity does not depend on the passage.
+    passages : int
+        Number of passages resampled; 0 when the quantity depends on weights only.
+    """
+
+    rho: float
+    low: float
+    high: float
+    passages: int
+
+
+def depth_trend(rows: pd.DataFrame, seed: int = 0) -> Trend:
+    """Spearman trend over depth of one metric of one checkpoint, bootstrapped over passages.
+
+    Parameters
+    ----------
+    rows : pandas.DataFrame
+        Rows of a study for one checkpoint, source, metric and gauge: columns passage, layer, value.
+    seed : int
+        Of the bootstrap.
+
+    Raises
+    ------
+    ValueError
+        If there are fewer than three layers, or a passage lacks a layer that another has.
+    """
+    wide = rows.pivot_table(index="passage", columns="layer", values="value", aggfunc="mean")
+    if wide.shape[1] < 3:
+        raise ValueError(f"rows: expected at least three layers for a trend over depth, got {wide.shape[1]}")
+    if wide.isna().any(axis=None):
+        raise ValueError(f"rows: expected every passage to have every layer, got {int(wide.isna().sum().sum())} gaps")
+    values, depth = wide.to_numpy(), wide.columns.to_numpy()
+
+    def rho(index: np.ndarray) -> float:
+        return float(spearmanr(depth, values[index.astype(int)].mean(axis=0)).statistic)
+
+    passages = len(values)
+    centre = rho(np.arange(passages))
+    if passages == 1:
+        return Trend(centre, centre, centre, 0)
+    spread = bootstrap(
+        (np.arange(passages),),
+        rho,
+        vectorized=False,
+        n_resamples=RESAMPLES,
+        confidence_level=CONFIDENCE,
+        method="percentile",
+        rng=np.random.default_rng(seed),
+    ).confidence_interval
+    return Trend(centre, float(spread.low), float(spread.high), passages)

@@ -1,0 +1,349 @@
+r"""The connection walk: attention as a nonnegative walk matrix with a linear transport along each edge."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from cwlib._types import GAUGES, Attention, Field, Gauge, HeadGram, Output, Section, Value, Walk
+from cwlib.cores import HeadTransports, _finite
+
+# Rows of a softmax sum to one up to the rounding of their dtype. float64 gets float32's room, because several
+# models round the softmax to float32 even when they run in float64.
+ROW_SUM_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 1e-2}
+
+
+def validate_attention(attention: Tensor) -> None:
+    """Refuse attention that is not a finite, nonnegative, row-stochastic (head, dst, src) tensor.
+
+    Raises
+    ------
+    ValueError
+        Naming the first offending head and row, what was expected and what to do.
+    """
+    _finite("attention", attention, 3, "head, dst, src")
+    if (attention < 0).any():
+        head, dst, src = (attention < 0).nonzero()[0].tolist()
+        raise ValueError(
+            f"attention: expected nonnegative entries, got {attention[head, dst, src].item():.3g} at head {head}, "
+            f"dst {dst}, src {src}; pass the softmax output, not its logits"
+        )
+    sums = attention.to(torch.float64).sum(-1)
+    bound = ROW_SUM_TOLERANCE.get(attention.dtype, 0.0)
+    worst = (sums - 1).abs()
+    if worst.max() > bound:
+        head, dst = divmod(int(worst.argmax()), attention.shape[1])
+        raise ValueError(
+            f"attention: expected rows that sum to one within {bound:.0e}, got {sums[head, dst].item():.6g} at head "
+            f"{head}, dst {dst}; axes are (head, dst, src) with the softmax over src: transpose, or divide by row sums"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class ConnectionWalk:
+    r"""One attention layer as the operator :math:`K = \sum_h A^h \otimes T_h`, never formed (T1, T2).
+
+    With gates :math:`\gamma^h_{ij} = A^h_{ij} / \sum_k A^k_{ij}` the layer is a single connection walk
+
+    .. math::
+        (P X)_i = \sum_j W_{ij} \Omega_{ij} x_j, \qquad \Omega_{ij} = H \sum_h \gamma^h_{ij} T_h,
+        \qquad W = \tfrac1H \sum_h A^h,
+
+    in the "mean" gauge; see `effective_walk` for the others. One head is the case of a constant transport.
+
+    Parameters
+    ----------
+    attention : Float[Tensor, "head dst src"]
+        Row-stochastic attention :math:`A^h`. ``dst != src`` (cross-attention) is a bipartite walk.
+    value : Float[Tensor, "kv_head d_head d_model"]
+        Value maps :math:`V_h`.
+    output : Float[Tensor, "head d_model d_head"]
+        Output maps :math:`O_h`.
+    constant : Float[Tensor, "d_model"] or Float[Tensor, "dst d_model"], optional
+        The section that biases add, :math:`\sum_h O_h b_V^h + b_O`; none by default.
+    groups : int
+        Query heads per value head (grouped-query attention); 1 by default.
+
+    Raises
+    ------
+    ValueError
+        If rows do not sum to one, entries are negative or not finite, or shapes and head counts do not fit.
+
+    Notes
+    -----
+    Tensors are kept as given; every computation is in float64. The walk is affine when ``constant`` is given:
+    `apply` includes it, ``walk @ field`` and `to_dense` are the linear part.
+    """
+
+    attention: Attention
+    value: Value
+    output: Output
+    constant: Float[Tensor, " d_model"] | Section | None = None
+    groups: int = 1
+
+    def __post_init__(self) -> None:
+        validate_attention(self.attention)
+        transports = self.transports
+        if transports.heads != self.heads:
+            raise ValueError(
+                f"attention: expected {transports.heads} heads to match output, got {self.heads} "
+                f"(attention {tuple(self.attention.shape)}, output {tuple(self.output.shape)})"
+            )
+        if self.constant is not None:
+            _finite("constant", self.constant, self.constant.ndim if self.constant.ndim in (1, 2) else 1, "d_model")
+            if tuple(self.constant.shape) not in {(self.d_model,), (self.n_dst, self.d_model)}:
+                raise ValueError(
+                    f"constant: expected shape ({self.d_model},) or ({self.n_dst}, {self.d_model}), "
+                    f"got {tuple(self.constant.shape)}"
+                )
+
+    @classmethod
+    def from_transports(
+        cls, attention: Attention, transports: HeadTransports, constant: Tensor | None = None
+    ) -> "ConnectionWalk":
+        """Build a walk that shares ``transports``, and with them the cores they have already computed."""
+        walk = cls.__new__(cls)
+        walk.__dict__["transports"] = transports  # fills the cached property below before it is asked for
+        walk.__init__(attention, transports.value, transports.output, constant, transports.groups)
+        return walk
+
+    @cached_property
+    def transports(self) -> HeadTransports:
+        """The factored headwise transports T_h and their cores."""
+        return HeadTransports(self.value, self.output, self.groups)
+
+    @property
+    def heads(self) -> int:
+        """Number H of heads."""
+        return self.attention.shape[0]
+
+    @property
+    def n_dst(self) -> int:
+        """Number of destination tokens."""
+        return self.attention.shape[1]
+
+    @property
+    def n_src(self) -> int:
+        """Number of source tokens."""
+        return self.attention.shape[2]
+
+    @property
+    def d_model(self) -> int:
+        """Dimension of a fibre."""
+        return self.output.shape[1]
+
+    @property
+    def _a(self) -> Tensor:
+        return self.attention.detach().to(torch.float64)
+
+    @property
+    def support(self) -> Bool[Tensor, "dst src"]:
+        """Edges that carry weight: W_ij > 0. Elsewhere Omega_ij is undefined and plays no part."""
+        return (self.attention > 0).any(0)
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether no token receives from a later one (W lower-triangular)."""
+        return self.n_dst == self.n_src and not torch.triu(self.support, 1).any()
+
+    def __matmul__(self, field: Field) -> Section:
+        r"""The linear part :math:`P X = \sum_h A^h X V_h^T O_h^T`, in float64."""
+        if not isinstance(field, Tensor) or tuple(field.shape) != (self.n_src, self.d_model):
+            came = tuple(field.shape) if isinstance(field, Tensor) else type(field).__name__
+            raise ValueError(f"field: expected shape (src, d_model) = ({self.n_src}, {self.d_model}), got {came}")
+        values = torch.einsum("had,nd->hna", self.transports._v, field.detach().to(torch.float64))
+        mixed = self._a @ self.transports.per_head(values)
+        return torch.einsum("hna,hda->nd", mixed, self.transports._o)
+
+    def apply(self, field: Field) -> Section:
+        r"""One step of the walk, :math:`P X` plus the constant section (T1, T2).
+
+        Parameters
+        ----------
+        field : Float[Tensor, "src d_model"]
+            Token vectors as rows; upcast to float64.
+
+        Returns
+        -------
+        Float[Tensor, "dst d_model"]
+            The attention output in float64.
+
+        Raises
+        ------
+        ValueError
+            If the field's shape does not fit.
+        """
+        result = self @ field
+        return result if self.constant is None else result + self.constant.detach().to(torch.float64)
+
+    def gates(self) -> Attention:
+        r"""Gates :math:`\gamma^h_{ij} = A^h_{ij} / \sum_k A^k_{ij}`, float64 (T2).
+
+        They sum to one over heads on the support and are zero off it, where they are undefined.
+        """
+        total = self._a.sum(0)
+        return self._a / torch.where(total > 0, total, 1.0)
+
+    def effective_walk(self, gauge: Gauge = "mean") -> Walk:
+        r"""The walk matrix W of the single equivalent walk, float64 (T2).
+
+        Parameters
+        ----------
+        gauge : {"mean", "sum", "norm"}
+            K fixes (W, Omega) up to a positive factor per edge. ``mean``: :math:`W = \frac1H\sum_h A^h`,
+            row-stochastic; ``sum``: :math:`W = \sum_h A^h`, rows sum to H and Omega is a convex mixture; ``norm``:
+            :math:`W_{ij} = |K_{ij}|_F/\sqrt{d}`, what flows along the edge, with :math:`|\Omega_{ij}|_F=\sqrt d`.
+
+        Raises
+        ------
+        ValueError
+            If the gauge is unknown.
+        """
+        _known_gauge(gauge)
+        if gauge == "norm":
+            return (_quadratic(self._a, self.transports.head_gram) / self.d_model).sqrt()
+        total = self._a.sum(0)
+        return total / self.heads if gauge == "mean" else total
+
+    def operator_block(self, dst: int, src: int) -> Float[Tensor, "d_model d_model"]:
+        r"""The dense block :math:`K_{ij} = \sum_h A^h_{ij} T_h` of one edge ``src -> dst``, float64."""
+        for name, index, size in (("dst", dst, self.n_dst), ("src", src, self.n_src)):
+            if not -size <= index < size:
+                raise ValueError(f"{name}: expected a token index below {size}, got {index}")
+        output = self.transports._o * self._a[:, dst, src, None, None]
+        return torch.einsum("hda,hae->de", output, self.transports.per_head(self.transports._v))
+
+    def transport(self, dst: int, src: int, gauge: Gauge = "mean") -> Float[Tensor, "d_model d_model"]:
+        r"""The transport :math:`\Omega_{ij} : F_j \to F_i` of one edge as a dense matrix, float64 (T2).
+
+        Raises
+        ------
+        ValueError
+            If the edge carries no weight (Omega is undefined there), an index is out of range, or the gauge
+            is unknown.
+        """
+        block = self.operator_block(dst, src)
+        weight = self.effective_walk(gauge)[dst, src]
+        if weight == 0:
+            raise ValueError(f"edge (dst={dst}, src={src}): expected W > 0, got 0; choose an edge in walk.support")
+        return block / weight
+
+    def attention_gram(self, other: "ConnectionWalk | None" = None) -> HeadGram:
+        r""":math:`(G_A)_{hk} = \langle A^h, A'^k\rangle_F`, float64 (T3); ``other`` defaults to the same walk."""
+        right = self if other is None else other
+        if right.attention.shape[1:] != self.attention.shape[1:]:
+            raise ValueError(
+                f"other: expected attention over the same (dst, src) = {tuple(self.attention.shape[1:])} tokens, "
+                f"got {tuple(right.attention.shape[1:])}"
+            )
+        return self._a.flatten(1) @ right._a.flatten(1).T
+
+    def inner(self, other: "ConnectionWalk | None" = None) -> float:
+        r"""Inner product :math:`\langle K, K'\rangle_F = \sum_{hk}\langle A^h,A'^k\rangle\langle T_h,T'_k\rangle`."""
+        gram = self.transports.head_gram if other is None else self.transports.gram(other.transports)
+        return float((self.attention_gram(other) * gram).sum())
+
+    def norm(self) -> float:
+        r"""Frobenius norm :math:`|K|_F`, from H x H Gram matrices (T9)."""
+        return max(self.inner(), 0.0) ** 0.5
+
+    def schmidt_values(self) -> Float[Tensor, " head"]:
+        r"""Operator Schmidt values of K, descending (T3).
+
+        The singular values of the realigned :math:`n^2 \times d^2` matrix with rows vec(K_ij); they are the square
+        roots of the eigenvalues of :math:`G_A G_T`, computed here as singular values of the product of a QR
+        factor of the attention family and the symmetric square root of :math:`G_T`. Values below
+        about 1e-8 of the largest are rounding.
+
+        Returns
+        -------
+        Float[Tensor, "head"]
+            H values; their number above zero is the operator Schmidt rank, their sum of squares is |K|_F^2.
+        """
+        factor = torch.linalg.qr(self._a.flatten(1).T, mode="r").R
+        eigenvalues, vectors = torch.linalg.eigh(self.transports.head_gram)
+        root = vectors * eigenvalues.clamp_min(0).sqrt()
+        values = torch.linalg.svdvals(factor @ root)
+        return torch.nn.functional.pad(values, (0, self.heads - values.numel()))
+
+    def head_singular_values(self) -> Float[Tensor, "head rank"]:
+        """Singular values of each T_h, descending, min(d_head, d_model) per head (T9)."""
+        return self.transports.singular_values()
+
+    def rank_bound(self) -> Float[Tensor, "dst src"]:
+        r"""Bound on rank Omega_ij: the widths of the active value heads added up, at most d_model (T7)."""
+        active = (self.attention > 0).unflatten(0, (-1, self.groups))
+        # One query head of a group bounds the rank by d_head, and so do all of them: they share V.
+        return (active.any(1).sum(0) * self.transports.d_head).clamp_max(self.d_model).to(torch.float64)
+
+    def edge_isometry(self) -> Float[Tensor, "dst src"]:
+        r"""Isometry of every edge's transport on its rank bound r, float64 (T7, T9).
+
+        With singular values s of :math:`\Omega_{ij}`, :math:`(\sum s^2)^2 / (r \sum s^4)` in (0, 1]: one iff the
+        transport is a scaled partial isometry of rank r. Computed from the quadratic and the quartic form in the gates,
+        O(H^3 d_head^3 + n^2 H^4), without any d_model x d_model matrix. Does not depend on the gauge.
+
+        Returns
+        -------
+        Float[Tensor, "dst src"]
+            NaN where the edge carries no weight or its transport vanishes.
+        """
+        weights = self.gates()
+        squares = _quadratic(weights, self.transports.head_gram)
+        fourths = _quartic(weights, self.transports.quartic)
+        # An edge whose head transports cancel leaves only rounding; its isometry is undefined.
+        scale = _quadratic(weights, torch.diag(self.transports.head_gram.diagonal()))
+        defined = self.support & (squares > 1e-24 * scale) & (fourths > 0)
+        return torch.where(defined, squares**2 / (self.rank_bound() * fourths), torch.nan)
+
+    def to_dense(self) -> Float[Tensor, "dst_fibre src_fibre"]:
+        r"""The dense operator :math:`K`, shape (n_dst d_model, n_src d_model), float64: tiny examples only.
+
+        Raises
+        ------
+        ValueError
+            If K would take more than 1 GiB.
+        """
+        entries = self.n_dst * self.n_src * self.d_model**2
+        if entries * 8 > 2**30:
+            raise ValueError(
+                f"to_dense: expected an operator of at most 1 GiB, got {entries * 8 / 2**30:.0f} GiB "
+                f"({self.n_dst * self.d_model} x {self.n_src * self.d_model}); use apply, norm, inner or edge_isometry"
+            )
+        maps = torch.einsum("hda,hae->hde", self.transports._o, self.transports.per_head(self.transports._v))
+        blocks = torch.einsum("hij,hde->idje", self._a, maps)
+        return blocks.reshape(self.n_dst * self.d_model, self.n_src * self.d_model)
+
+
+def _known_gauge(gauge: str) -> None:
+    if gauge not in GAUGES:
+        raise ValueError(f"gauge: expected one of {', '.join(GAUGES)}, got {gauge!r}")
+
+
+def _quadratic(weights: Tensor, form: Tensor) -> Tensor:
+    """sum_hk w_h w_k form_hk for every edge, clamped at zero against rounding."""
+    return torch.einsum("hij,hk,kij->ij", weights, form, weights).clamp_min(0)
+
+
+def _quartic(weights: Tensor, form: Tensor, chunk: int = 8192) -> Tensor:
+    """sum_khlm w_k w_h w_l w_m form_khlm for every edge, over unordered pairs of heads, in chunks of edges."""
+    heads, n_dst, n_src = weights.shape
+    first, second = torch.triu_indices(heads, heads, device=weights.device)
+    pairs = _fold(form, first, second)
+    flat = weights.flatten(1)
+    parts = []
+    for start in range(0, flat.shape[1], chunk):
+        block = flat[:, start : start + chunk]
+        products = block[first] * block[second]
+        parts.append((products * (pairs @ products)).sum(0))
+    return torch.cat(parts).reshape(n_dst, n_src).clamp_min(0)
+
+
+def _fold(form: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """Add up a quartic form over both orders of each pair, so that unordered pairs index it."""
+    both = form + form.transpose(0, 1)
+    both = both + both.transpose(2, 3)
+    multiplicity = torch.where(first == second, 0.5, 1.0).to(form)
+    return both[first, second][:, first, second] * multiplicity[:, None] * multiplicity[None, :]
