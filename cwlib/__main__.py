@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Literal
 
 import typer
 
 from cwlib.catalogue import CATALOGUE, CheckpointError, cache_dir, cached_folder, entry, problems
 from cwlib.fetch import fetch
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Transformers as connection walks.")
-checkpoints = typer.Typer(help="List, fetch and verify the catalogue's checkpoints.")
-app.add_typer(checkpoints, name="checkpoints")
-
-Names = Annotated[list[str] | None, typer.Argument(help="Names of the catalogue.")]
-All = Annotated[bool, typer.Option("--all", help="All checkpoints of the catalogue.")]
+app = typer.Typer(no_args_is_help=True, add_completion=False)
 
 
 @app.callback()
@@ -24,42 +20,69 @@ def main() -> None:
     """Transformers as connection walks: attention, transport and connection Laplacians of real checkpoints."""
 
 
-@checkpoints.callback(invoke_without_command=True)
-def list_checkpoints(context: typer.Context) -> None:
-    """List the checkpoints of the catalogue."""
-    if context.invoked_subcommand is not None:
-        return
-    row = "{:<19}{:<9}{:>11}  {:<10}{:<19}{:>12}  {:<8}{}"
-    print(row.format("name", "kind", "parameters", "precision", "licence", "download/MB", "cached", "sha256"))
+@app.command()
+def checkpoints(
+    action: Annotated[Literal["list", "fetch", "verify"], typer.Argument(help="What to do.")] = "list",
+    names: Annotated[list[str] | None, typer.Argument(help="Names of the catalogue.")] = None,
+    all_: Annotated[bool, typer.Option("--all", help="All checkpoints of the catalogue.")] = False,
+) -> None:
+    """List the catalogue's checkpoints; fetch or repair some; verify the SHA-256 of every file of some."""
+    with _clean_errors():
+        if action == "list":
+            _list()
+        elif action == "fetch":
+            for name in _chosen(names, all_):
+                print(f"{name}: {fetch(name)}")
+        else:
+            _verify(_chosen(names, all_))
+
+
+@app.command()
+def study(
+    profile: Annotated[str, typer.Option(help="smoke (tiny random models) or wheels (the catalogue).")] = "wheels",
+    checkpoint: Annotated[
+        list[str] | None, typer.Option(help="Instead of a profile: a name, folder, .gguf or hub id; repeatable.")
+    ] = None,
+    texts: Annotated[Path | None, typer.Option(help="Your own file or folder of .txt/.md files.")] = None,
+    folder: Annotated[Path | None, typer.Option(help="Where the tables go.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda ...")] = "auto",
+    fresh: Annotated[bool, typer.Option("--fresh", help="Recompute every row.")] = False,
+) -> None:
+    """Measure checkpoints on texts, beside nulls, into a folder of tables; what is current is not computed again."""
+    # Imported here, so that the catalogue answers at once.
+    from cwlib import corpus, style
+    from cwlib import study as module
+
+    with _clean_errors():
+        if folder is None:
+            # The committed tables are those of the profile wheels on the built-in corpus; anything else goes elsewhere.
+            committed = profile == "wheels" and not checkpoint and texts is None
+            folder = style.figures_dir() / "data" if committed else Path("build") / "study"
+        passages = None if texts is None else corpus.read_passages(texts)
+        table = module.run(checkpoint or profile, folder, passages, fresh=fresh, device=device)
+        print(f"{len(table)} rows of {table['checkpoint'].nunique()} checkpoints in {folder}")
+
+
+def _list() -> None:
+    row = "{:<19}{:<9}{:>10}  {:<10}{:<19}{:>11}  {:<8}{}".format
+    print(row("name", "kind", "parameters", "precision", "licence", "download/MB", "cached", "sha256"))
     for name, item in CATALOGUE.items():
         folder = cached_folder(name)
-        state = ("damaged" if problems(folder) else "yes") if folder.exists() else "no"
-        size = f"{item.download_bytes / 1e6:.0f}"
-        parameters = f"{item.parameters / 1e6:.1f}M"
-        print(row.format(name, item.kind, parameters, item.precision, item.licence, size, state, item.sha256[:12]))
+        cached = ("damaged" if problems(folder) else "yes") if folder.exists() else "no"
+        sizes = f"{item.parameters / 1e6:.1f}M", f"{item.download_bytes / 1e6:.0f}"
+        print(row(name, item.kind, sizes[0], item.precision, item.licence, sizes[1], cached, item.sha256[:12]))
     print(f"cache: {cache_dir()}")
 
 
-@checkpoints.command("fetch")
-def fetch_checkpoints(names: Names = None, all_: All = False) -> None:
-    """Download, check and convert checkpoints; repairs damaged ones, and leaves intact ones alone."""
-    with _clean_errors():
-        for name in _chosen(names, all_):
-            print(f"{name}: {fetch(name)}")
-
-
-@checkpoints.command("verify")
-def verify_checkpoints(names: Names = None, all_: All = False) -> None:
-    """Compare every file of fetched checkpoints with its recorded SHA-256."""
-    with _clean_errors():
-        failed = False
-        for name in _chosen(names, all_):
-            folder = cached_folder(name)
-            faults = problems(folder, full=True) if folder.exists() else ["not fetched"]
-            failed = failed or bool(faults)
-            print(f"{name}: {'; '.join(faults) if faults else 'intact'}")
-        if failed:
-            raise CheckpointError("`python -m cwlib checkpoints fetch NAME` fetches or repairs a checkpoint")
+def _verify(names: list[str]) -> None:
+    failed = False
+    for name in names:
+        folder = cached_folder(name)
+        faults = problems(folder, full=True) if folder.exists() else ["not fetched"]
+        failed = failed or bool(faults)
+        print(f"{name}: {'; '.join(faults) if faults else 'intact'}")
+    if failed:
+        raise CheckpointError("`python -m cwlib checkpoints fetch NAME` fetches or repairs a checkpoint")
 
 
 def _chosen(names: list[str] | None, all_: bool) -> list[str]:
@@ -72,7 +95,7 @@ def _chosen(names: list[str] | None, all_: bool) -> list[str]:
 def _clean_errors() -> Iterator[None]:
     try:
         yield
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, CheckpointError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from error
 

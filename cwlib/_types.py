@@ -25,7 +25,7 @@ Output = Float[Tensor, "head d_model d_head"]  #: O_h = W_O^h
 Field = Float[Tensor, "src d_model"]  #: X, one row per source token
 Section = Float[Tensor, "dst d_model"]  #: a field over the destination tokens
 Walk = Float[Tensor, "dst src"]  #: W, nonnegative
-HeadGram = Float[Tensor, "head head"]  #: H x H matrix of inner products
+HeadGram = Float[Tensor, "head other"]  #: inner products between the heads of one layer, or of two
 
 Gauge = Literal["mean", "sum", "norm"]  #: how K is split into W and Omega (T2)
 GAUGES: tuple[Gauge, ...] = ("mean", "sum", "norm")

@@ -218,3 +218,16 @@ def verdict_table(evidence: pd.DataFrame, scale: pd.DataFrame) -> pd.DataFrame:
             per[checkpoint] = combine(parts["verdict"])
         lines.append({"claim": claim.id, "statement": claim.statement, **per, "overall": combine(per.values())})
     return pd.DataFrame(lines).set_index("claim")
+
+
+def markdown(verdicts: pd.DataFrame) -> str:
+    """The verdict table in Markdown, as README quotes it.
+
+    Parameters
+    ----------
+    verdicts : pandas.DataFrame
+        From `verdict_table`.
+    """
+    frame = verdicts.reset_index()
+    lines = [list(frame.columns), ["---"] * frame.shape[1], *frame.to_numpy().tolist()]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -19,22 +19,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from cwlib._types import HeadGram, Output, Value
+from cwlib.validation import require_finite
 
-HeadCores = Float[Tensor, "head head d_head d_head"]
-
-
-def _finite(name: str, tensor: object, ndim: int, axes: str) -> None:
-    """Refuse anything but a finite floating-point tensor with ``ndim`` axes."""
-    if not isinstance(tensor, Tensor):
-        raise ValueError(f"{name}: expected a torch.Tensor ({axes}), got {type(tensor).__name__}; use torch.as_tensor")
-    if not tensor.is_floating_point() or tensor.ndim != ndim or 0 in tensor.shape:
-        raise ValueError(
-            f"{name}: expected a non-empty floating-point tensor of shape ({axes}), "
-            f"got {tensor.dtype} of shape {tuple(tensor.shape)}"
-        )
-    if not torch.isfinite(tensor).all():
-        bad = (~torch.isfinite(tensor)).nonzero()[0].tolist()
-        raise ValueError(f"{name}: expected finite entries, got {tensor[tuple(bad)].item()} at {bad}")
+HeadCores = Float[Tensor, "head other d_head d_other"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,8 +49,8 @@ class HeadTransports:
     groups: int = 1
 
     def __post_init__(self) -> None:
-        _finite("value", self.value, 3, "kv_head, d_head, d_model")
-        _finite("output", self.output, 3, "head, d_model, d_head")
+        require_finite("value", self.value, 3, "kv_head, d_head, d_model")
+        require_finite("output", self.output, 3, "head, d_model, d_head")
         heads, d_model, d_head = self.output.shape
         if self.groups < 1 or self.value.shape[0] * self.groups != heads:
             raise ValueError(
@@ -224,3 +211,30 @@ class HeadTransports:
         r""":math:`T_h x` for every head h and each row x of ``vectors``, in float64."""
         heads = torch.einsum("had,nd->hna", self._v, vectors.detach().to(torch.float64))
         return torch.einsum("hna,hda->hnd", self.per_head(heads), self._o)
+
+
+def quadratic_form(weights: Tensor, form: Tensor) -> Tensor:
+    """sum_hk w_h w_k form_hk for every edge, clamped at zero against rounding."""
+    return torch.einsum("hij,hk,kij->ij", weights, form, weights).clamp_min(0)
+
+
+def quartic_form(weights: Tensor, form: Tensor, chunk: int = 8192) -> Tensor:
+    """sum_khlm w_k w_h w_l w_m form_khlm for every edge, over unordered pairs of heads, in chunks of edges."""
+    heads, n_dst, n_src = weights.shape
+    first, second = torch.triu_indices(heads, heads, device=weights.device)
+    pairs = _fold(form, first, second)
+    flat = weights.flatten(1)
+    parts = []
+    for start in range(0, flat.shape[1], chunk):
+        block = flat[:, start : start + chunk]
+        products = block[first] * block[second]
+        parts.append((products * (pairs @ products)).sum(0))
+    return torch.cat(parts).reshape(n_dst, n_src).clamp_min(0)
+
+
+def _fold(form: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """Add up a quartic form over both orders of each pair, so that unordered pairs index it."""
+    both = form + form.transpose(0, 1)
+    both = both + both.transpose(2, 3)
+    multiplicity = torch.where(first == second, 0.5, 1.0).to(form)
+    return both[first, second][:, first, second] * multiplicity[:, None] * multiplicity[None, :]

@@ -13,7 +13,8 @@ from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
 from cwlib._types import Walk
-from cwlib.walk import ConnectionWalk, _known_gauge
+from cwlib.validation import require_gauge
+from cwlib.walk import ConnectionWalk
 
 Measure = Float[Tensor, " token"]
 
@@ -29,7 +30,7 @@ def stochastic_walk(walk: ConnectionWalk, gauge: str = "mean") -> Walk:
     ValueError
         If the gauge is unknown, or in the norm gauge if some row carries no flow at all.
     """
-    _known_gauge(gauge)
+    require_gauge(gauge)
     matrix = walk.effective_walk("mean" if gauge == "sum" else gauge)
     sums = matrix.sum(1, keepdim=True)
     if (sums == 0).any():
@@ -83,12 +84,26 @@ def choose_measure(matrix: Walk) -> tuple[str, Measure]:
     return "uniform", uniform_measure(matrix.shape[0])
 
 
+def _flow(matrix: Walk, measure: Measure) -> Walk:
+    if matrix.shape[0] != matrix.shape[1]:
+        raise ValueError(
+            f"matrix: expected a walk from tokens to the same tokens, got shape {tuple(matrix.shape)}; "
+            "a bipartite walk (cross-attention) has no way back to compare with"
+        )
+    return measure[:, None] * matrix
+
+
 def reversibility_defect(matrix: Walk, measure: Measure) -> float:
     r""":math:`|\Pi W - W^T \Pi|_F / |\Pi W + W^T \Pi|_F` in [0, 1]; zero iff W is reversible in pi (T4 R).
 
     One iff no edge has a way back; loops count towards the symmetric part.
+
+    Raises
+    ------
+    ValueError
+        If W is not square.
     """
-    flow = measure[:, None] * matrix
+    flow = _flow(matrix, measure)
     return float(torch.linalg.matrix_norm(flow - flow.T) / torch.linalg.matrix_norm(flow + flow.T))
 
 
@@ -98,8 +113,13 @@ def reversibilised_spectrum(matrix: Walk, measure: Measure) -> Float[Tensor, " t
     That walk is :math:`D^{-1} S` with :math:`D = diag(S 1)`; it is stochastic and reversible, so its spectrum is real,
     lies in [-1, 1] and contains 1. When pi is stationary it is the additive reversibilisation
     :math:`\frac12(W + W^*)` of T5.
+
+    Raises
+    ------
+    ValueError
+        If W is not square.
     """
-    flow = measure[:, None] * matrix
+    flow = _flow(matrix, measure)
     symmetric = (flow + flow.T) / 2
     scale = symmetric.sum(1).rsqrt()
     return torch.linalg.eigvalsh(scale[:, None] * symmetric * scale[None, :])

@@ -42,7 +42,7 @@ def load_config(folder: Path) -> Any:
 def load_model(folder: Path, dtype: torch.dtype, safetensors: bool) -> PreTrainedModel:
     """The base model in a folder of the hub's layout, with eager attention, in evaluation mode, on the CPU.
 
-    A .bin file (`safetensors` False) is only read with torch's `weights_only`, which runs no pickled code.
+    transformers reads a .bin file (`safetensors` False) with torch's `weights_only`, which runs no pickled code.
 
     Raises
     ------
@@ -55,7 +55,6 @@ def load_model(folder: Path, dtype: torch.dtype, safetensors: bool) -> PreTraine
             attn_implementation="eager",
             dtype=dtype,
             use_safetensors=safetensors,
-            weights_only=True,
             ignore_mismatched_sizes=True,  # refused below, with the names
             output_loading_info=True,
             **_LOCAL,

@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
-from matplotlib.colors import ListedColormap
+from matplotlib.colors import ListedColormap, PowerNorm
 from matplotlib.figure import Figure
 
 from cwlib import style
@@ -49,9 +49,8 @@ VERDICT_COLOURS = {  # fixed order, light enough for black text; the word is pri
 
 def plot_walk(ax: Axes, matrix: np.ndarray, tokens: Sequence[str] | None = None) -> Axes:
     """Draw a walk matrix W, destinations down and sources across, on a square-root colour scale."""
-    sns.heatmap(
-        np.sqrt(matrix), ax=ax, cmap="cividis", square=True, cbar=False, vmin=0, xticklabels=False, yticklabels=False
-    )
+    norm = PowerNorm(0.5, vmin=0, vmax=1)
+    sns.heatmap(matrix, ax=ax, cmap="cividis", norm=norm, square=True, cbar=False, xticklabels=False, yticklabels=False)
     if tokens is not None:
         positions = np.arange(len(tokens)) + 0.5
         ax.set_xticks(positions, tokens, rotation=90)

@@ -7,38 +7,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from cwlib._types import GAUGES, Attention, Field, Gauge, HeadGram, Output, Section, Value, Walk
-from cwlib.cores import HeadTransports, _finite
-
-# Rows of a softmax sum to one up to the rounding of their dtype. float64 gets float32's room, because several
-# models round the softmax to float32 even when they run in float64.
-ROW_SUM_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 1e-2}
-
-
-def validate_attention(attention: Tensor) -> None:
-    """Refuse attention that is not a finite, nonnegative, row-stochastic (head, dst, src) tensor.
-
-    Raises
-    ------
-    ValueError
-        Naming the first offending head and row, what was expected and what to do.
-    """
-    _finite("attention", attention, 3, "head, dst, src")
-    if (attention < 0).any():
-        head, dst, src = (attention < 0).nonzero()[0].tolist()
-        raise ValueError(
-            f"attention: expected nonnegative entries, got {attention[head, dst, src].item():.3g} at head {head}, "
-            f"dst {dst}, src {src}; pass the softmax output, not its logits"
-        )
-    sums = attention.to(torch.float64).sum(-1)
-    bound = ROW_SUM_TOLERANCE.get(attention.dtype, 0.0)
-    worst = (sums - 1).abs()
-    if worst.max() > bound:
-        head, dst = divmod(int(worst.argmax()), attention.shape[1])
-        raise ValueError(
-            f"attention: expected rows that sum to one within {bound:.0e}, got {sums[head, dst].item():.6g} at head "
-            f"{head}, dst {dst}; axes are (head, dst, src) with the softmax over src: transpose, or divide by row sums"
-        )
+from cwlib._types import Attention, Field, Gauge, HeadGram, Output, Section, Value, Walk
+from cwlib.cores import HeadTransports, quadratic_form, quartic_form
+from cwlib.validation import require_finite, require_gauge, validate_attention
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +63,7 @@ class ConnectionWalk:
                 f"(attention {tuple(self.attention.shape)}, output {tuple(self.output.shape)})"
             )
         if self.constant is not None:
-            _finite("constant", self.constant, self.constant.ndim if self.constant.ndim in (1, 2) else 1, "d_model")
+            require_finite("constant", self.constant, min(getattr(self.constant, "ndim", 1), 2), "d_model")
             if tuple(self.constant.shape) not in {(self.d_model,), (self.n_dst, self.d_model)}:
                 raise ValueError(
                     f"constant: expected shape ({self.d_model},) or ({self.n_dst}, {self.d_model}), "
@@ -201,9 +172,9 @@ class ConnectionWalk:
         ValueError
             If the gauge is unknown.
         """
-        _known_gauge(gauge)
+        require_gauge(gauge)
         if gauge == "norm":
-            return (_quadratic(self._a, self.transports.head_gram) / self.d_model).sqrt()
+            return (quadratic_form(self._a, self.transports.head_gram) / self.d_model).sqrt()
         total = self._a.sum(0)
         return total / self.heads if gauge == "mean" else total
 
@@ -288,14 +259,15 @@ class ConnectionWalk:
         Returns
         -------
         Float[Tensor, "dst src"]
-            NaN where the edge carries no weight or its transport vanishes.
+            NaN where the edge carries no weight, or its heads' transports cancel to below 1e-5 of their mean square.
         """
         weights = self.gates()
-        squares = _quadratic(weights, self.transports.head_gram)
-        fourths = _quartic(weights, self.transports.quartic)
-        # An edge whose head transports cancel leaves only rounding; its isometry is undefined.
-        scale = _quadratic(weights, torch.diag(self.transports.head_gram.diagonal()))
-        defined = self.support & (squares > 1e-24 * scale) & (fourths > 0)
+        squares = quadratic_form(weights, self.transports.head_gram)
+        fourths = quartic_form(weights, self.transports.quartic)
+        # Where head transports cancel, |Omega|^2 is a small difference of large terms, and the quartic form loses twice
+        # the digits: below this ratio fewer than two would be right.
+        scale = quadratic_form(weights, torch.diag(self.transports.head_gram.diagonal()))
+        defined = self.support & (squares > 1e-5 * scale) & (fourths > 0)
         return torch.where(defined, squares**2 / (self.rank_bound() * fourths), torch.nan)
 
     def to_dense(self) -> Float[Tensor, "dst_fibre src_fibre"]:
@@ -315,35 +287,3 @@ class ConnectionWalk:
         maps = torch.einsum("hda,hae->hde", self.transports._o, self.transports.per_head(self.transports._v))
         blocks = torch.einsum("hij,hde->idje", self._a, maps)
         return blocks.reshape(self.n_dst * self.d_model, self.n_src * self.d_model)
-
-
-def _known_gauge(gauge: str) -> None:
-    if gauge not in GAUGES:
-        raise ValueError(f"gauge: expected one of {', '.join(GAUGES)}, got {gauge!r}")
-
-
-def _quadratic(weights: Tensor, form: Tensor) -> Tensor:
-    """sum_hk w_h w_k form_hk for every edge, clamped at zero against rounding."""
-    return torch.einsum("hij,hk,kij->ij", weights, form, weights).clamp_min(0)
-
-
-def _quartic(weights: Tensor, form: Tensor, chunk: int = 8192) -> Tensor:
-    """sum_khlm w_k w_h w_l w_m form_khlm for every edge, over unordered pairs of heads, in chunks of edges."""
-    heads, n_dst, n_src = weights.shape
-    first, second = torch.triu_indices(heads, heads, device=weights.device)
-    pairs = _fold(form, first, second)
-    flat = weights.flatten(1)
-    parts = []
-    for start in range(0, flat.shape[1], chunk):
-        block = flat[:, start : start + chunk]
-        products = block[first] * block[second]
-        parts.append((products * (pairs @ products)).sum(0))
-    return torch.cat(parts).reshape(n_dst, n_src).clamp_min(0)
-
-
-def _fold(form: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """Add up a quartic form over both orders of each pair, so that unordered pairs index it."""
-    both = form + form.transpose(0, 1)
-    both = both + both.transpose(2, 3)
-    multiplicity = torch.where(first == second, 0.5, 1.0).to(form)
-    return both[first, second][:, first, second] * multiplicity[:, None] * multiplicity[None, :]

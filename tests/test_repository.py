@@ -6,7 +6,7 @@ import json
 import re
 import subprocess
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
 
@@ -23,16 +23,17 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 # a module imports only modules that stand before it
 ORDER = [
-    *("_types", "checks", "cores", "walk", "laplacian", "synthetic", "theorems", "metrics", "corpus"),
+    *("_types", "validation", "checks", "cores", "walk", "laplacian", "synthetic", "theorems"),
+    *("metrics_graph", "metrics_transport", "metrics", "corpus"),
     *("catalogue", "loading", "fetch", "sources", "tiny", "checkpoints", "architectures", "capture"),
-    *("study", "statistics", "claims", "style", "plots", "chain", "__main__"),
+    *("cells", "study", "statistics", "claims", "style", "plots", "chain", "__main__"),
 ]
 TOP_LEVEL = {
     *("README.md", "environment.yml", "Makefile", "pyproject.toml", "LICENSE", "CITATION.cff"),
     *(".ci", ".gitignore", "cwlib", "notebooks", "figures", "tests"),
 }
-THEOREMS = {f"T{i}" for i in range(1, 10)}
-CLAIMS = {"C1", "C2", "C3"}
+# the least that the code has to state; whatever else it states needs partners all the same
+STATED = {"T1", "T2", "T3", "T9", "C1", "C2", "C3"}
 
 
 def tracked() -> list[Path]:
@@ -188,7 +189,8 @@ def test_plots_know_nothing_of_tensors(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODULES)
 def test_module_is_short(name: str) -> None:
-    assert len(MODULES[name].read_text(encoding="utf-8").splitlines()) <= 300
+    lines = MODULES[name].read_text(encoding="utf-8").count("\n")
+    assert lines <= 300
 
 
 # --- one claim, one ID, three places ----------------------------------------------------------------------------
@@ -221,15 +223,17 @@ def ids_in_notebooks() -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("place", [ids_in_code, ids_in_tests, ids_in_notebooks])
-def test_every_theorem_and_claim_is_in_code_tests_and_notebooks(place) -> None:
-    assert set(place()) == THEOREMS | CLAIMS
+def test_code_states_the_theorems_and_claims() -> None:
+    statements = ids_in_code()
+    assert statements.keys() >= STATED
+    for theorem in statements.keys() - {"C1", "C2", "C3"}:
+        statement = statements[theorem]
+        assert re.search(rf"\b{theorem}\b", statement) and len(statement.split()) >= 10, theorem
 
 
-@pytest.mark.parametrize("theorem", sorted(THEOREMS))
-def test_check_states_its_theorem(theorem: str) -> None:
-    statement = ids_in_code()[theorem]
-    assert re.search(rf"\b{theorem}\b", statement) and len(statement.split()) >= 10
+@pytest.mark.parametrize("place", [ids_in_tests, ids_in_notebooks])
+def test_every_theorem_and_claim_has_its_partner(place: Callable[[], set[str]]) -> None:
+    assert place() == ids_in_code().keys()
 
 
 # --- notebooks --------------------------------------------------------------------------------------------------

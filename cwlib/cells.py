@@ -1,0 +1,200 @@
+"""The cells of a study: one set of weights on one passage, content-addressed, and how one is computed."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+
+import numpy as np
+import pandas as pd
+import torch
+
+from cwlib.capture import checkpoint_layers, layers
+from cwlib.catalogue import CATALOGUE
+from cwlib.checkpoints import Checkpoint, open_checkpoint, tiny_checkpoint
+from cwlib.cores import HeadTransports
+from cwlib.corpus import Passage
+from cwlib.metrics import METRICS, Layer
+from cwlib.metrics_transport import TRIANGLES
+from cwlib.synthetic import gaussian_transports
+from cwlib.walk import ConnectionWalk
+
+WEIGHTS = "-"  #: in the passage column: the row depends on weights only
+INIT_SEEDS = (0, 1, 2)  #: seeds of the random-initialisation null
+GAUSSIAN_SEEDS = (0,)
+NULL_PASSAGES = 4  #: passages on which nulls are measured, spread evenly over the corpus
+EXACTNESS_PASSAGES = 4  #: likewise for checkpoints of which only the T2 residual is measured
+ROW = ["checkpoint", "source", "seed", "passage", "layer", "metric", "gauge"]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One unit of work: some metrics of every layer, for one set of weights on one passage."""
+
+    checkpoint: str
+    sha256: str
+    source: str  # "trained", "gaussian" or "init"
+    seed: int
+    passage: Passage | None  # None: weights only
+    metrics: tuple[str, ...]
+    dtype: str = "float32"
+
+    @property
+    def passage_name(self) -> str:
+        """The passage column of this cell's rows."""
+        return WEIGHTS if self.passage is None else self.passage.name
+
+    @property
+    def key(self) -> str:
+        """Content address: changes whenever a number in the cell could."""
+        content = [
+            self.sha256,
+            self.source,
+            self.seed,
+            None if self.passage is None else self.passage.sha256,
+            self.dtype,
+            [(name, METRICS[name].version) for name in self.metrics],
+            TRIANGLES,
+        ]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:20]
+
+
+@dataclass(frozen=True, eq=False)
+class NullLayer:
+    """A captured layer whose transports are replaced by Gaussian ones of the same shape."""
+
+    walk: ConnectionWalk
+    field: torch.Tensor
+    previous: "NullLayer | None"
+
+
+def open_weights(name: str, device: str, dtype: str) -> Checkpoint:
+    if name.startswith("tiny-"):
+        return tiny_checkpoint(name.removeprefix("tiny-"), dtype=dtype)
+    return open_checkpoint(name, device=device, dtype=dtype)
+
+
+def _sha256(name: str, device: str, dtype: str) -> str:
+    # Catalogue entries are addressed without opening them, so that a current table needs no download.
+    return CATALOGUE[name].sha256 if name in CATALOGUE else open_weights(name, device, dtype).sha256
+
+
+def _spread(items: Sequence[Passage], count: int) -> list[Passage]:
+    if len(items) <= count:
+        return list(items)
+    return [items[round(i)] for i in np.linspace(0, len(items) - 1, count)]
+
+
+def plan(
+    full: Iterable[str], exactness: Iterable[str] = (), texts: Sequence[Passage] = (), device: str = "auto"
+) -> list[Cell]:
+    """The cells of a study.
+
+    Parameters
+    ----------
+    full : iterable of str
+        Checkpoints measured in full: all metrics on all passages, and both nulls on `NULL_PASSAGES` of them.
+    exactness : iterable of str
+        Checkpoints of which only the T2 residual is measured.
+    texts : sequence of Passage
+        The corpus.
+    device : str
+        Where a checkpoint that is not in the catalogue is opened to find its sha256.
+    """
+    on_weights = tuple(m.name for m in METRICS.values() if m.weights_only)
+    on_text = tuple(m.name for m in METRICS.values() if not m.weights_only)
+    null_texts = _spread(texts, NULL_PASSAGES)
+    cells = []
+    for name in full:
+        sha = _sha256(name, device, "float32")
+        variants = [("trained", 0, texts, on_text)]
+        nulls = tuple(n for n in on_text if n != "t2_residual")
+        variants += [("gaussian", seed, null_texts, nulls) for seed in GAUSSIAN_SEEDS]
+        variants += [("init", seed, null_texts, nulls) for seed in INIT_SEEDS]
+        for source, seed, chosen, names in variants:
+            cells.append(Cell(name, sha, source, seed, None, on_weights))
+            cells += [Cell(name, sha, source, seed, passage, names) for passage in chosen]
+    for name in exactness:
+        sha = _sha256(name, device, "float32")
+        chosen = _spread(texts, EXACTNESS_PASSAGES)
+        cells += [Cell(name, sha, "trained", 0, passage, ("t2_residual",)) for passage in chosen]
+    return cells
+
+
+def _measured(cell: Cell, checkpoint: Checkpoint, gaussians: dict[int, HeadTransports]) -> Iterator[tuple[int, Layer]]:
+    """The layers of a cell as something `METRICS` can be computed on."""
+
+    def gaussian(index: int, like: HeadTransports) -> HeadTransports:
+        if index not in gaussians:
+            gaussians[index] = gaussian_transports(like, seed=1000 * cell.seed + index)
+        return gaussians[index]
+
+    if cell.passage is None:
+        for entry in checkpoint_layers(checkpoint):
+            transports = entry.transports
+            if cell.source == "gaussian":
+                transports = gaussian(entry.index, transports)
+            nothing = torch.ones(transports.heads, 1, 1, dtype=torch.float64)  # weights only: any attention will do
+            walk = ConnectionWalk.from_transports(nothing, transports)
+            yield entry.index, NullLayer(walk, torch.empty(0, transports.d_model), None)
+        return
+    previous = None
+    for layer in layers(checkpoint, cell.passage.text):
+        if cell.source == "gaussian":
+            transports = gaussian(layer.index, layer.walk.transports)
+            walk = ConnectionWalk.from_transports(layer.walk.attention, transports)
+            # The step from the last layer needs that layer, but not the one before it.
+            before = previous and NullLayer(previous.walk, previous.field, None)
+            previous = NullLayer(walk, layer.field, before)
+            yield layer.index, previous
+        else:
+            yield layer.index, layer
+
+
+def evaluate(cell: Cell, checkpoint: Checkpoint, gaussians: dict[int, HeadTransports] | None = None) -> pd.DataFrame:
+    """Compute one cell: a row per layer, metric and gauge; undefined values are left out.
+
+    Parameters
+    ----------
+    cell : Cell
+        What to compute.
+    checkpoint : Checkpoint
+        The weights, trained or initialised, that ``cell`` names.
+    gaussians : dict, optional
+        Gaussian transports by layer, kept between cells so that their cores are computed once.
+    """
+    gaussians = {} if gaussians is None else gaussians
+    rows = []
+    for index, layer in _measured(cell, checkpoint, gaussians):
+        for name in cell.metrics:
+            metric = METRICS[name]
+            gauges = ("mean", "norm") if metric.about == "graph" else ("",)
+            for gauge in gauges:
+                if cell.source == "gaussian" and gauge == "mean":
+                    continue  # the null keeps the attention: the same number as the trained row
+                value = metric.compute(layer, gauge or "mean")
+                if not np.isnan(value):
+                    rows.append((index, name, gauge, value))
+    table = pd.DataFrame(rows, columns=["layer", "metric", "gauge", "value"])
+    head = {"checkpoint": cell.checkpoint, "source": cell.source, "seed": cell.seed, "passage": cell.passage_name}
+    return table.assign(**head)[[*ROW, "value"]]
+
+
+def provenance(cell: Cell, checkpoint: Checkpoint) -> dict[str, object]:
+    return {
+        "checkpoint": cell.checkpoint,
+        "kind": checkpoint.kind,
+        "source": cell.source,
+        "seed": cell.seed,
+        "passage": cell.passage_name,
+        "key": cell.key,
+        "sha256": cell.sha256,
+        "parameters": checkpoint.parameters,
+        "stored_as": checkpoint.precision,
+        "dtype": cell.dtype,
+        "device": checkpoint.device,
+        "threads": torch.get_num_threads(),
+        "torch": version("torch").partition("+")[0],
+        "transformers": version("transformers"),
+    }

@@ -1,0 +1,96 @@
+"""Quantities of the transports: isometry, symmetry, and holonomy, of maps and on data."""
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from cwlib._types import Field
+from cwlib.cores import HeadTransports
+from cwlib.synthetic import generator
+from cwlib.walk import ConnectionWalk
+
+TRIANGLES = 256  #: triangles sampled per layer for the holonomy defect
+
+
+def head_isometry(transports: HeadTransports) -> Float[Tensor, " head"]:
+    r"""Isometry of each head on its d_head-dimensional support, :math:`(\sum s^2)^2/(r\sum s^4)` in (0, 1] (T7)."""
+    squares = transports.singular_values() ** 2
+    return squares.sum(1) ** 2 / (squares.shape[1] * (squares**2).sum(1))
+
+
+def sum_isometry(transports: HeadTransports) -> float:
+    r"""Isometry of :math:`T = \sum_h T_h` on its rank bound min(d_model, n_kv d_head), in (0, 1] (T7)."""
+    rank = min(transports.d_model, transports.kv_heads * transports.d_head)
+    return float(transports.head_gram.sum() ** 2 / (rank * transports.quartic.sum()))
+
+
+def edge_isometry(walk: ConnectionWalk) -> float:
+    r"""Isometry of the transports :math:`\Omega_{ij}` of all edges, averaged with weights W_ij, in (0, 1] (T7, T9)."""
+    isometry, weight = walk.edge_isometry(), walk.effective_walk("mean")
+    defined = ~isometry.isnan()
+    return float((isometry * weight)[defined].sum() / weight[defined].sum())
+
+
+def symmetry(transports: HeadTransports) -> float:
+    r""":math:`|sym\,T|_F^2/|T|_F^2 = \frac12 + tr(T^2)/(2|T|_F^2)` in [0, 1]; near 1/2 for a random matrix."""
+    return float((1 + transports.product_traces.sum() / transports.head_gram.sum()) / 2)
+
+
+def identity_alignment(transports: HeadTransports) -> float:
+    r""":math:`tr\,T / (\sqrt d\,|T|_F)` in [-1, 1]: the cosine between T and the identity."""
+    return float(transports.traces().sum() / (transports.d_model * transports.head_gram.sum()).sqrt())
+
+
+def norm_cv(transports: HeadTransports, field: Field) -> float:
+    r"""Coefficient of variation (std/mean) over tokens of :math:`|T x_i|/|x_i|`, >= 0; zero for a scaled isometry."""
+    ratio = transports.total().apply(field)[0].norm(dim=1) / field.to(torch.float64).norm(dim=1)
+    return float(ratio.std(correction=0) / ratio.mean())
+
+
+def angle_correlation(transports: HeadTransports, field: Field) -> float:
+    r"""Pearson correlation of the cosines of token pairs before and after T, in [-1, 1]; NaN below 3 tokens."""
+    cosines = []
+    for vectors in (field.to(torch.float64), transports.total().apply(field)[0]):
+        unit = torch.nn.functional.normalize(vectors, dim=1)
+        cosines.append((unit @ unit.T)[tuple(torch.triu_indices(len(unit), len(unit), 1))].numpy())
+    return float(np.corrcoef(*cosines)[0, 1]) if len(cosines[0]) > 2 else np.nan
+
+
+def sample_triangles(walk: ConnectionWalk, seed: int = 0, count: int = TRIANGLES) -> Int[Tensor, "triangle 3"]:
+    """Seeded transitive triangles (i, j, k) whose edges j -> i, k -> j and k -> i all carry weight.
+
+    Under causal attention i > j > k. At most ``count`` rows; fewer, or none, on a short or sparse support.
+    """
+    if walk.n_dst != walk.n_src:
+        raise ValueError(f"walk: expected as many destinations as sources, got {walk.n_dst} and {walk.n_src}")
+    triples = torch.randint(walk.n_dst, (64 * count, 3), generator=generator(seed))
+    if walk.is_causal:
+        triples = triples.sort(1, descending=True).values
+    i, j, k = triples.T
+    support = walk.support.cpu()
+    valid = (i != j) & (j != k) & (i != k) & support[i, j] & support[j, k] & support[i, k]
+    return triples[valid][:count]
+
+
+def holonomy_defect(walk: ConnectionWalk, triangles: Int[Tensor, "triangle 3"] | None = None) -> float:
+    r"""Mean defect of transitive triangles, in [0, 1] (T8).
+
+    Per triangle (i, j, k): :math:`1 - |\langle\Omega_{ij}\Omega_{jk}, \Omega_{ik}\rangle| /
+    (|\Omega_{ij}\Omega_{jk}|\,|\Omega_{ik}|)`, zero if transport along the two edges agrees with the direct one up to
+    scale, as for a flat connection. NaN if there is no triangle.
+    """
+    triangles = sample_triangles(walk) if triangles is None else triangles
+    if len(triangles) == 0:
+        return np.nan
+    i, j, k = triangles.T
+    gates = walk.gates()
+    first, second, direct = gates[:, i, j], gates[:, j, k], gates[:, i, k]
+    cubic, quartic = walk.transports.triangle_forms
+    path = torch.einsum("ht,lt->hlt", first, second).flatten(0, 1)
+    inner = ((cubic.flatten(0, 1).T @ path) * direct).sum(0)
+    # quartic is indexed [h, h', l, l']; the pairing of path (h, l) with path (h', l') needs [h, l, h', l'].
+    pairing = quartic.permute(0, 2, 1, 3).flatten(2, 3).flatten(0, 1)
+    composed = (path * (pairing @ path)).sum(0)
+    straight = (direct * (walk.transports.head_gram @ direct)).sum(0)
+    return float(1 - (inner.abs() / (composed * straight).sqrt()).mean())

@@ -1,0 +1,57 @@
+"""Refusals at the boundary: what a tensor must be before it becomes an operator."""
+
+import torch
+from torch import Tensor
+
+from cwlib._types import GAUGES
+
+
+def require_finite(name: str, tensor: object, ndim: int, axes: str) -> None:
+    """Refuse anything but a finite floating-point tensor with ``ndim`` axes."""
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"{name}: expected a torch.Tensor ({axes}), got {type(tensor).__name__}; use torch.as_tensor")
+    if not tensor.is_floating_point() or tensor.ndim != ndim or 0 in tensor.shape:
+        raise ValueError(
+            f"{name}: expected a non-empty floating-point tensor of shape ({axes}), "
+            f"got {tensor.dtype} of shape {tuple(tensor.shape)}"
+        )
+    if not torch.isfinite(tensor).all():
+        bad = (~torch.isfinite(tensor)).nonzero()[0].tolist()
+        raise ValueError(f"{name}: expected finite entries, got {tensor[tuple(bad)].item()} at {bad}")
+
+
+# Rows of a softmax sum to one up to the rounding of their dtype. float64 gets float32's room, because several
+# models round the softmax to float32 even when they run in float64.
+ROW_SUM_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 1e-2}
+
+
+def validate_attention(attention: Tensor) -> None:
+    """Refuse attention that is not a finite, nonnegative, row-stochastic (head, dst, src) tensor.
+
+    Raises
+    ------
+    ValueError
+        Naming the first offending head and row, what was expected and what to do.
+    """
+    require_finite("attention", attention, 3, "head, dst, src")
+    if (attention < 0).any():
+        head, dst, src = (attention < 0).nonzero()[0].tolist()
+        raise ValueError(
+            f"attention: expected nonnegative entries, got {attention[head, dst, src].item():.3g} at head {head}, "
+            f"dst {dst}, src {src}; pass the softmax output, not its logits"
+        )
+    sums = attention.to(torch.float64).sum(-1)
+    bound = ROW_SUM_TOLERANCE.get(attention.dtype, 0.0)
+    worst = (sums - 1).abs()
+    if worst.max() > bound:
+        head, dst = divmod(int(worst.argmax()), attention.shape[1])
+        raise ValueError(
+            f"attention: expected rows that sum to one within {bound:.0e}, got {sums[head, dst].item():.6g} at head "
+            f"{head}, dst {dst}; axes are (head, dst, src) with the softmax over src: transpose, or divide by row sums"
+        )
+
+
+def require_gauge(gauge: str) -> None:
+    """Refuse a gauge that is not one of `GAUGES`."""
+    if gauge not in GAUGES:
+        raise ValueError(f"gauge: expected one of {', '.join(GAUGES)}, got {gauge!r}")

@@ -1,0 +1,265 @@
+"""Cores of factored transports (T9) against dense traces and singular values."""
+
+from collections.abc import Callable
+
+import jaxtyping
+import numpy as np
+import oracles
+import pytest
+import torch
+from oracles import Layer, agree
+
+from cwlib.cores import HeadTransports
+from cwlib.synthetic import isometric_transports, random_walk
+
+kinds = pytest.mark.parametrize("kind", oracles.KINDS)
+SEEDS = range(4)
+
+
+def pairs(kind: str) -> list[tuple[Layer, HeadTransports]]:
+    """Seeded layers of one kind, dense and factored."""
+    layers = [oracles.instance(kind, seed) for seed in SEEDS]
+    return [(x, HeadTransports(torch.from_numpy(x.value), torch.from_numpy(x.output), groups=x.groups)) for x in layers]
+
+
+def dense(cores: HeadTransports) -> Layer:
+    """The same transports for the oracles; attention plays no part."""
+    value, output = cores.value.double().numpy(), cores.output.double().numpy()
+    return Layer(np.ones((cores.heads, 1, 1)), value, output, cores.groups)
+
+
+# --- closed forms against oracles ------------------------------------------------------------------------------------
+
+
+@kinds
+def test_shape(kind: str) -> None:
+    for layer, cores in pairs(kind):
+        heads, _, _, d_model, d_head = layer.shape
+        assert (cores.heads, cores.d_model, cores.d_head) == (heads, d_model, d_head)
+        assert cores.kv_heads == len(layer.value)
+
+
+@kinds
+def test_cores_are_products_of_the_factors(kind: str) -> None:
+    for layer, cores in pairs(kind):
+        heads = range(layer.shape[0])
+        o, v = layer.output, [layer.value[h // layer.groups] for h in heads]
+        agree(cores.output_cores(), [[o[k].T @ o[h] for h in heads] for k in heads])
+        agree(cores.value_cores(), [[v[h] @ v[k].T for k in heads] for h in heads])
+        agree(cores.mixed_cores(), [[v[h] @ o[k] for k in heads] for h in heads])
+
+
+@kinds
+def test_gram_is_the_frobenius_inner_product(kind: str) -> None:
+    for layer, cores in pairs(kind):
+        agree(cores.gram(), oracles.gram(layer, layer))
+        agree(cores.head_gram, oracles.gram(layer, layer))
+        assert cores.head_gram is cores.head_gram, "cached: it is asked for by every walk of the layer"
+
+
+@kinds
+def test_gram_with_another_layer(kind: str) -> None:
+    for (layer, cores), seed in zip(pairs(kind), SEEDS, strict=True):
+        rng = np.random.default_rng([7, seed])
+        other = Layer(layer.attention, rng.normal(size=layer.value.shape), rng.normal(size=layer.output.shape),
+                      layer.groups)  # fmt: skip
+        right = HeadTransports(torch.from_numpy(other.value), torch.from_numpy(other.output), other.groups)
+        agree(cores.gram(right), oracles.gram(layer, other))
+        agree(cores.output_cores(right)[0, -1], layer.output[0].T @ other.output[-1])
+        agree(cores.value_cores(right)[0, -1], layer.value[0] @ other.value[-1].T)
+
+
+@kinds
+def test_quartic_form(kind: str) -> None:
+    for layer, cores in pairs(kind):
+        agree(cores.quartic, oracles.quartic(layer))
+
+
+@kinds
+def test_forms_of_two_step_paths(kind: str) -> None:
+    for layer, cores in pairs(kind):
+        cubic, quartic = cores.triangle_forms
+        agree(cubic, oracles.cubic_of_paths(layer))
+        agree(quartic, oracles.quartic_of_paths(layer))
+
+
+@kinds
+def test_traces(kind: str) -> None:
+    for layer, cores in pairs(kind):
+        agree(cores.product_traces, oracles.product_traces(layer))
+        agree(cores.traces(), [np.trace(t) for t in oracles.transports(layer)])
+
+
+@kinds
+def test_singular_values_of_every_head(kind: str) -> None:
+    for layer, cores in pairs(kind):
+        values = cores.singular_values()
+        agree(values, oracles.singular_values(layer))
+        assert (values.diff(dim=1) <= 0).all(), "descending"
+
+
+@kinds
+def test_total_is_the_sum_of_heads(kind: str) -> None:
+    for layer, cores in pairs(kind):
+        total = cores.total()
+        agree(total.output[0] @ total.value[0], oracles.total(layer))
+        assert (total.heads, total.groups) == (1, 1)
+        assert total.d_head == len(layer.value) * layer.shape[4], "the rank bound of T7"
+
+
+@kinds
+def test_apply_transports_rows(kind: str) -> None:
+    for (layer, cores), seed in zip(pairs(kind), SEEDS, strict=True):
+        field = np.random.default_rng(seed).normal(size=(4, layer.shape[3]))
+        agree(cores.apply(torch.from_numpy(field)), [[t @ x for x in field] for t in oracles.transports(layer)])
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_forms_give_the_norms_of_mixtures(seed: int) -> None:
+    """|Omega|^2 and |Omega^T Omega|^2 of a mixture, as the docstrings state them."""
+    (layer, cores), weights = pairs("grouped")[seed], np.random.default_rng(seed).random(4)
+    mixture = sum(w * t for w, t in zip(weights, oracles.transports(layer), strict=True))
+    w = torch.from_numpy(weights)
+    agree(w @ cores.head_gram @ w, (mixture**2).sum())
+    fourth = torch.einsum("k,h,l,m,khlm->", w, w, w, w, cores.quartic)
+    agree(fourth, ((mixture.T @ mixture) ** 2).sum())
+
+
+# --- symmetries ------------------------------------------------------------------------------------------------------
+
+
+@kinds
+def test_a_change_of_basis_inside_the_heads_changes_nothing(kind: str) -> None:
+    """O_h -> O_h R^-1, V_h -> R V_h leaves T_h, so every quantity of T_h."""
+    for (layer, cores), seed in zip(pairs(kind), SEEDS, strict=True):
+        rng = np.random.default_rng([3, seed])
+        bases = np.eye(layer.shape[4]) + 0.3 * rng.normal(size=(len(layer.value), layer.shape[4], layer.shape[4]))
+        inverses = np.repeat(np.linalg.inv(bases), layer.groups, axis=0)
+        other = HeadTransports(
+            torch.from_numpy(bases @ layer.value), torch.from_numpy(layer.output @ inverses), layer.groups
+        )
+        for name in ("head_gram", "quartic", "product_traces"):
+            agree(getattr(other, name), getattr(cores, name), rtol=1e-9)
+        agree(other.traces(), cores.traces(), rtol=1e-9)
+        agree(other.singular_values(), cores.singular_values(), rtol=1e-9)
+
+
+@pytest.mark.parametrize("c", [3.0, -0.5])
+def test_scaling(c: float) -> None:
+    for _, cores in pairs("grouped"):
+        scaled = HeadTransports(cores.value, c * cores.output, cores.groups)
+        agree(scaled.head_gram, c**2 * cores.head_gram)
+        agree(scaled.quartic, c**4 * cores.quartic)
+        agree(scaled.product_traces, c**2 * cores.product_traces)
+        agree(scaled.traces(), c * cores.traces())
+        agree(scaled.singular_values(), abs(c) * cores.singular_values())
+        cubic, quartic = cores.triangle_forms
+        agree(scaled.triangle_forms[0], c**3 * cubic)
+        agree(scaled.triangle_forms[1], c**4 * quartic)
+
+
+def test_forms_have_the_symmetries_of_a_trace() -> None:
+    for _, cores in pairs("full"):
+        agree(cores.head_gram, cores.head_gram.T)
+        agree(cores.product_traces, cores.product_traces.T)
+        assert torch.linalg.eigvalsh(cores.head_gram).min() > -1e-12
+        # tr(X) = tr(X^T), and the trace is cyclic
+        agree(cores.quartic, cores.quartic.permute(1, 0, 3, 2))
+        agree(cores.quartic, cores.quartic.permute(2, 3, 0, 1))
+
+
+def test_orthogonal_heads() -> None:
+    cores = isometric_transports(0, heads=3, d_model=5, scale=0.7)
+    agree(cores.singular_values(), np.full((3, 5), 0.7))
+    agree(cores.head_gram.diagonal(), np.full(3, 5 * 0.7**2))
+    agree(torch.stack([cores.quartic[h, h, h, h] for h in range(3)]), np.full(3, 5 * 0.7**4))
+
+
+# --- precision -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_weights_of_low_precision_are_accumulated_in_float64(dtype: torch.dtype) -> None:
+    for seed in SEEDS:
+        walk = random_walk(seed, heads=4, d_model=64, d_head=16, groups=2)
+        low = HeadTransports(walk.value.to(dtype), walk.output.to(dtype), groups=2)
+        high = HeadTransports(low.value.double(), low.output.double(), groups=2)
+        for name in ("head_gram", "quartic", "product_traces"):
+            assert getattr(low, name).dtype == torch.float64
+            agree(getattr(low, name), getattr(high, name), rtol=1e-12)
+        agree(low.gram(high), high.head_gram, rtol=1e-12)
+        agree(low.traces(), high.traces(), rtol=1e-12)
+        agree(low.singular_values(), high.singular_values(), rtol=1e-12)
+        agree(low.triangle_forms[0], high.triangle_forms[0], rtol=1e-12)
+        total = low.total()
+        agree(total.output[0] @ total.value[0], oracles.total(dense(low)), rtol=1e-12)
+        field = torch.ones(2, 64, dtype=dtype)
+        agree(low.apply(field), high.apply(field.double()), rtol=1e-12)
+
+
+def test_parameters_that_require_gradients_are_read_as_numbers() -> None:
+    walk = random_walk(0)
+    trained = HeadTransports(torch.nn.Parameter(walk.value), torch.nn.Parameter(walk.output))
+    assert not trained.head_gram.requires_grad
+    assert not trained.singular_values().requires_grad
+    agree(trained.quartic, walk.transports.quartic)
+
+
+# --- wrong inputs ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Switch off the run-time type checks of conftest, which users do not have and which refuse some inputs first."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+
+
+V, O = torch.ones(2, 3, 8), torch.ones(4, 8, 3)  # noqa: E741
+NAN, INF = float("nan"), float("inf")
+
+
+def spoilt(tensor: torch.Tensor, entry: float) -> torch.Tensor:
+    result = tensor.clone()
+    result[1, 2, 0] = entry
+    return result
+
+
+WRONG: dict[str, tuple[Callable[[], HeadTransports], list[str]]] = {
+    "value from numpy": (lambda: HeadTransports(V.numpy(), O, 2), ["value", "torch.Tensor", "ndarray", "as_tensor"]),
+    "output a list": (lambda: HeadTransports(V, O.tolist(), 2), ["output", "torch.Tensor", "list"]),
+    "integers": (lambda: HeadTransports(V.int(), O, 2), ["value", "floating-point", "int32"]),
+    "complex": (lambda: HeadTransports(V, O.to(torch.complex64), 2), ["output", "floating-point", "complex64"]),
+    "two axes": (lambda: HeadTransports(V[0], O, 2), ["value", "kv_head, d_head, d_model", "(3, 8)"]),
+    "four axes": (lambda: HeadTransports(V, O[None], 2), ["output", "head, d_model, d_head", "(1, 4, 8, 3)"]),
+    "no heads": (lambda: HeadTransports(V[:0], O[:0]), ["value", "non-empty", "(0, 3, 8)"]),
+    "no width": (lambda: HeadTransports(V[:, :0], O[..., :0], 2), ["value", "non-empty", "(2, 0, 8)"]),
+    "NaN": (lambda: HeadTransports(spoilt(V, NAN), O, 2), ["value", "finite", "nan", "[1, 2, 0]"]),
+    "inf": (lambda: HeadTransports(V, spoilt(O, -INF), 2), ["output", "finite", "-inf", "[1, 2, 0]"]),
+    "groups forgotten": (lambda: HeadTransports(V, O), ["value", "4 heads", "groups=1", "got 2", "grouped-query"]),
+    "groups wrong": (lambda: HeadTransports(V, O, 4), ["value", "groups=4", "got 2"]),
+    "no groups": (lambda: HeadTransports(O.mT, O, 0), ["groups=0"]),
+    "value transposed": (lambda: HeadTransports(V.mT, O, 2), ["value", "(2, 3, 8)", "got (2, 8, 3)", "transpose"]),
+    "other d_model": (lambda: HeadTransports(V[..., :7], O, 2), ["value", "(2, 3, 8)", "got (2, 3, 7)"]),
+    "other d_head": (lambda: HeadTransports(V[:, :2], O, 2), ["value", "(2, 3, 8)", "got (2, 2, 8)"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_factors_are_refused(name: str, unchecked: None) -> None:
+    build, words = WRONG[name]
+    with pytest.raises(ValueError, match="expected") as caught:
+        build()
+    for word in words:
+        assert word in str(caught.value), (word, str(caught.value))
+
+
+def test_gram_of_layers_of_different_width_is_refused() -> None:
+    left, right = random_walk(0, d_model=8).transports, random_walk(0, d_model=9).transports
+    with pytest.raises(ValueError, match="other: expected d_model 8, got 9"):
+        left.gram(right)
+
+
+def test_gram_of_layers_with_other_heads() -> None:
+    """Only d_model must be shared."""
+    left, right = random_walk(0, heads=3, d_head=2).transports, random_walk(1, heads=5, d_head=4).transports
+    agree(left.gram(right), oracles.gram(dense(left), dense(right)))
