@@ -38,7 +38,7 @@ test: $(INSTALLED) ## Run the unit tests, then compare every notebook with its c
 		$(PY) -m pytest --nbval --nbval-current-env notebooks/*.ipynb
 
 study: $(INSTALLED) ## Compute figures/data from the checkpoints (PROFILE=wheels|smoke, DEVICE=cuda, FRESH=1: all rows)
-	$(PY) -m cwlib study --profile $(PROFILE) $(if $(DEVICE),--device $(DEVICE)) $(if $(FRESH),--fresh)
+	OMP_NUM_THREADS=1 $(PY) -m cwlib study --profile $(PROFILE) $(if $(DEVICE),--device $(DEVICE)) $(if $(FRESH),--fresh)
 
 lab: $(INSTALLED) ## Open the notebooks in JupyterLab
 	$(PY) -m jupyterlab --notebook-dir=notebooks

@@ -135,7 +135,9 @@ def _measured(cell: Cell, checkpoint: Checkpoint, gaussians: dict[int, HeadTrans
             transports = entry.transports
             if cell.source == "gaussian":
                 transports = gaussian(entry.index, transports)
-            nothing = torch.ones(transports.heads, 1, 1, dtype=torch.float64)  # weights only: any attention will do
+            nothing = torch.ones(
+                transports.heads, 1, 1, dtype=torch.float64, device=transports.value.device
+            )  # weights only: any attention will do
             walk = ConnectionWalk.from_transports(nothing, transports)
             yield entry.index, NullLayer(walk, torch.empty(0, transports.d_model), None)
         return

@@ -112,8 +112,8 @@ def check_table(checks: Iterable[Check]) -> pd.DataFrame:
     """Summarise checks as a table with one line per name.
 
     Repeated checks of one name (other seeds, sizes, dtypes) are folded into their number and their worst
-    residual: the largest for an identity, the smallest for a counterexample. Residuals are given as powers of
-    ten rounded up (down for counterexamples), so that the text is the same on another processor.
+    residual: the largest for an identity, the smallest for a counterexample. An identity that holds is
+    shown by its bound, since the digits below it are the processor's; a failure or a counterexample by two digits.
 
     Returns
     -------

@@ -41,9 +41,9 @@ def stochastic_walk(walk: ConnectionWalk, gauge: str = "mean") -> Walk:
     return matrix / sums
 
 
-def uniform_measure(tokens: int) -> Measure:
+def uniform_measure(tokens: int, device: torch.device | str = "cpu") -> Measure:
     """The uniform probability measure on ``tokens`` tokens."""
-    return torch.full((tokens,), 1.0 / tokens, dtype=torch.float64)
+    return torch.full((tokens,), 1.0 / tokens, dtype=torch.float64, device=device)
 
 
 def stationary_measure(matrix: Walk) -> Measure:
@@ -61,9 +61,9 @@ def stationary_measure(matrix: Walk) -> Measure:
         )
     tokens = matrix.shape[0]
     # (W^T - I) pi = 0 with its last, redundant equation replaced by sum pi = 1.
-    system = matrix.to(torch.float64).T - torch.eye(tokens, dtype=torch.float64)
+    system = matrix.to(torch.float64).T - torch.eye(tokens, dtype=torch.float64, device=matrix.device)
     system[-1] = 1.0
-    right = torch.zeros(tokens, dtype=torch.float64)
+    right = torch.zeros(tokens, dtype=torch.float64, device=matrix.device)
     right[-1] = 1.0
     measure = torch.linalg.solve(system, right).clamp_min(0)
     return measure / measure.sum()
@@ -81,7 +81,7 @@ def choose_measure(matrix: Walk) -> tuple[str, Measure]:
     """The measure this artifact uses for W, with its name: ``stationary`` if W is irreducible, else ``uniform``."""
     if is_irreducible(matrix):
         return "stationary", stationary_measure(matrix)
-    return "uniform", uniform_measure(matrix.shape[0])
+    return "uniform", uniform_measure(matrix.shape[0], matrix.device)
 
 
 def _flow(matrix: Walk, measure: Measure) -> Walk:

@@ -5,6 +5,7 @@ look at the token walk W (mean gauge: what attends; norm gauge: what flows); tra
 Omega_ij. ``T`` without an index is the layer's total transport :math:`\sum_h T_h`.
 """
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
@@ -82,7 +83,8 @@ class Metric:
 
 
 def _line(function: Callable) -> str:
-    return (function.__doc__ or "").split("\n\n")[0].strip()
+    # the docstring's first line, its mathematics marked as Markdown and notebooks have it
+    return re.sub(r":math:`([^`]*)`", r"$\1$", (function.__doc__ or "").split("\n\n")[0].strip()).replace("``", "`")
 
 
 def _graph(function: Callable[[Walk], float], bounds: str) -> Metric:

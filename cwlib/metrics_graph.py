@@ -24,7 +24,7 @@ def operator_cosine(before: ConnectionWalk, after: ConnectionWalk) -> float:
 
 def spectral_step(before: Walk, after: Walk) -> float:
     """Wasserstein-1 distance between the spectra of the reversibilised walks of neighbouring layers, in [0, 2]."""
-    spectra = [reversibilised_spectrum(w, choose_measure(w)[1]).numpy() for w in (before, after)]
+    spectra = [reversibilised_spectrum(w, choose_measure(w)[1]).cpu().numpy() for w in (before, after)]
     return float(wasserstein_distance(*spectra))
 
 
@@ -59,4 +59,4 @@ def schmidt_participation(walk: ConnectionWalk) -> float:
 def single_walk_error(walk: ConnectionWalk) -> float:
     r"""Relative error of the best constant-transport walk, :math:`\sqrt{1 - s_1^2/\sum s^2}` in [0, 1) (T3)."""
     squares = walk.schmidt_values() ** 2
-    return float((1 - squares[0] / squares.sum()).clamp_min(0).sqrt())
+    return float((1 - squares[0] / squares.sum()).sqrt())

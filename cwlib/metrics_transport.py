@@ -53,7 +53,7 @@ def angle_correlation(transports: HeadTransports, field: Field) -> float:
     cosines = []
     for vectors in (field.to(torch.float64), transports.total().apply(field)[0]):
         unit = torch.nn.functional.normalize(vectors, dim=1)
-        cosines.append((unit @ unit.T)[tuple(torch.triu_indices(len(unit), len(unit), 1))].numpy())
+        cosines.append((unit @ unit.T)[tuple(torch.triu_indices(len(unit), len(unit), 1))].cpu().numpy())
     return float(np.corrcoef(*cosines)[0, 1]) if len(cosines[0]) > 2 else np.nan
 
 

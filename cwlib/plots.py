@@ -104,7 +104,7 @@ def depth_grid(
     if checkpoints is None:
         have = table[table["metric"] == metrics[0]].drop_duplicates("checkpoint").sort_values(["kind", "checkpoint"])
         checkpoints = list(have.sort_values("kind", ascending=False, kind="stable")["checkpoint"])
-    size = style.WIDTHS["text"], 0.55 + 1.1 * len(metrics)
+    size = style.WIDTHS["text"], 0.6 + 1.2 * len(metrics)
     fig, axes = plt.subplots(len(metrics), len(checkpoints), figsize=size, sharex=True, sharey="row", squeeze=False)
     for row, metric in zip(axes, metrics, strict=True):
         has_gauge = table.loc[table["metric"] == metric, "gauge"].ne("").any()
@@ -174,15 +174,14 @@ def plot_evidence(ax: Axes, evidence: pd.DataFrame) -> Axes:
     return ax
 
 
-def plot_verdicts(ax: Axes, verdicts: pd.DataFrame) -> Axes:
-    """Draw the verdict table: claims down, checkpoints and the overall verdict across, the word in every cell."""
-    words = verdicts.drop(columns="statement")
+def plot_verdicts(ax: Axes, words: pd.DataFrame) -> Axes:
+    """Draw a table of verdicts, one word per cell: metrics or claims down, checkpoints and the overall one across."""
     order = list(VERDICT_COLOURS)
     codes = words.map(order.index)
     sns.heatmap(
         codes,
         ax=ax,
-        annot=words.map(lambda w: w.replace(" ", "\n", 1)),
+        annot=words,
         fmt="",
         cmap=ListedColormap(list(VERDICT_COLOURS.values())),
         vmin=-0.5,

@@ -73,8 +73,9 @@ def gaussian_transports(like: HeadTransports, seed: int) -> HeadTransports:
     metric of this package.
     """
     rng = generator(seed)
-    value = torch.randn(like.value.shape, dtype=torch.float64, generator=rng)
-    output = torch.randn(like.output.shape, dtype=torch.float64, generator=rng)
+    # drawn on the CPU, so that a seed means the same numbers on every device
+    value = torch.randn(like.value.shape, dtype=torch.float64, generator=rng).to(like.value.device)
+    output = torch.randn(like.output.shape, dtype=torch.float64, generator=rng).to(like.output.device)
     return HeadTransports(value, output, like.groups)
 
 

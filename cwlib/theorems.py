@@ -120,13 +120,23 @@ def check_t2(instances: int = 20, seed: int = 0) -> list[Check]:
             checks.append(
                 compare(f"T2 {gauge} gauge", ("sum_h A^h X T_h^T", heads), ("sum_j W_ij Omega_ij x_j", edges))
             )
+        pairs = walk.support.nonzero().tolist()
+        omega = torch.stack([walk.transport(i, j) for i, j in pairs])
+        totals = walk.attention.sum(0)
+        mixture = torch.stack(
+            [
+                sum(walk.heads * walk.attention[h, i, j] / totals[i, j] * t for h, t in enumerate(transports))
+                for i, j in pairs
+            ]
+        )
+        checks.append(compare("T2 transport", ("Omega_ij", omega), ("H sum_h gamma^h_ij T_h", mixture)))
         ones = torch.ones(walk.n_dst, dtype=F64)
         checks.append(compare("T2 mean gauge is stochastic", ("W 1", walk.effective_walk().sum(1)), ("1", ones)))
         gates = walk.gates().sum(0)[walk.support]
         checks.append(compare("T2 gates", ("sum_h gamma^h_ij", gates), ("1", torch.ones_like(gates))))
-        norms = torch.stack([walk.transport(i, j, "norm").norm() for i, j in walk.support.nonzero().tolist()])
+        norms = torch.stack([walk.transport(i, j, "norm").norm() for i, j in pairs])
         root = torch.full_like(norms, walk.d_model**0.5)
-        checks.append(compare("T2 norm gauge", ("|Omega_ij|_F", norms), ("sqrt(d)", root)))
+        checks.append(compare("T2 norm gauge is normal", ("|Omega_ij|_F", norms), ("sqrt(d)", root)))
         if walk.n_src > 1:
             constant = walk.effective_walk() @ x @ sum(transports).T
             checks.append(

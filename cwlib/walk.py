@@ -265,7 +265,7 @@ class ConnectionWalk:
         squares = quadratic_form(weights, self.transports.head_gram)
         fourths = quartic_form(weights, self.transports.quartic)
         # Where head transports cancel, |Omega|^2 is a small difference of large terms, and the quartic form loses twice
-        # the digits: below this ratio fewer than two would be right.
+        # the digits: at this ratio about five are right.
         scale = quadratic_form(weights, torch.diag(self.transports.head_gram.diagonal()))
         defined = self.support & (squares > 1e-5 * scale) & (fourths > 0)
         return torch.where(defined, squares**2 / (self.rank_bound() * fourths), torch.nan)

@@ -1,4 +1,4 @@
-"""Set up every test: type and shape checks at run time, no windows, two threads, a clean repository."""
+"""Set up every test: type and shape checks at run time, no windows, one thread, a clean repository."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +13,7 @@ matplotlib.use("Agg")
 
 import torch  # noqa: E402
 
-torch.set_num_threads(2)
+torch.set_num_threads(1)  # small matrices: a second thread costs more than it brings
 
 ROOT = Path(__file__).resolve().parents[1]
 # what tools may write; .gitignore names the same

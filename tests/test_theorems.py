@@ -189,3 +189,39 @@ def test_wrong_mathematics_fails_a_check(name: str, monkeypatch: pytest.MonkeyPa
     assert failed and not check_table(failed)["passed"].any()
     residuals = [c.residual for c in failed]
     assert np.isnan(residuals).any() if np.isnan(least) else max(residuals) > least
+
+
+# every quantity that a check compares: the theorem, whose attribute it is, and the checks that must notice
+COMPARED: dict[str, tuple[str, type, set[str]]] = {
+    "apply": ("T1", ConnectionWalk, {"T1 output, float64", "T1 output, float32", "T1 output, float16"}),
+    "to_dense": ("T1", ConnectionWalk, {"T1 operator"}),
+    "transport": ("T2", ConnectionWalk, {"T2 mean gauge", "T2 sum gauge", "T2 norm gauge"}),
+    "effective_walk": ("T2", ConnectionWalk, {"T2 mean gauge is stochastic"}),
+    "gates": ("T2", ConnectionWalk, {"T2 gates"}),
+    "schmidt_values": ("T3", ConnectionWalk, {"T3 Schmidt values"}),
+    "head_gram": ("T9", HeadTransports, {"T9 Gram matrix", "T9 norm", "T9 isometry of every edge"}),
+    "quartic": ("T9", HeadTransports, {"T9 quartic form", "T9 isometry of every edge"}),
+    "product_traces": ("T9", HeadTransports, {"T9 product traces"}),
+    "head_singular_values": ("T9", ConnectionWalk, {"T9 singular values"}),
+    "norm": ("T9", ConnectionWalk, {"T9 norm"}),
+    "edge_isometry": ("T9", ConnectionWalk, {"T9 isometry of every edge"}),
+}
+
+
+@pytest.mark.parametrize("attribute", COMPARED)
+def test_an_error_of_one_percent_fails_every_check_of_the_quantity(
+    attribute: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No check compares a quantity with itself."""
+    theorem, owner, names = COMPARED[attribute]
+    right = vars(owner)[attribute]
+
+    def call(self: object, *arguments: object) -> object:
+        return 1.01 * right(self, *arguments)
+
+    def read(self: object) -> Tensor:
+        return 1.01 * right.func(self)
+
+    monkeypatch.setattr(owner, attribute, call if callable(right) else property(read))
+    failed = {check.name for check in THEOREMS[theorem](3) if not check.passed}
+    assert names <= failed
