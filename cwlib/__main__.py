@@ -95,7 +95,7 @@ def _chosen(names: list[str] | None, all_: bool) -> list[str]:
 def _clean_errors() -> Iterator[None]:
     try:
         yield
-    except (ValueError, CheckpointError) as error:
+    except (ValueError, OSError, CheckpointError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from error
 

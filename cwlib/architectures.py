@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from cwlib.checks import TOLERANCE
 from cwlib.cores import HeadTransports
 
 
@@ -91,14 +92,14 @@ def _linear(module: nn.Module, path: str) -> tuple[Tensor, Tensor | None]:
     """Weight as (out_features, in_features), and bias, of a projection; refuses what is not a plain linear map."""
     if isinstance(module, Conv1D):
         weight = module.weight.T  # Conv1D stores (in_features, out_features)
-    elif isinstance(module, nn.Linear):
+    elif type(module).forward is nn.Linear.forward:
         weight = module.weight
     else:
         raise ValueError(
             f"model: expected {path} to be a plain linear layer, got {type(module).__name__}; merge adapters "
             "(merge_and_unload) or load the model unquantised first"
         )
-    if not weight.is_floating_point():
+    if weight.dtype not in TOLERANCE:
         raise ValueError(
             f"model: expected floating-point weights in {path}, got {weight.dtype}; load the model dequantised"
         )

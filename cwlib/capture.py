@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -121,8 +122,9 @@ def token_ids(checkpoint: Checkpoint, text: str | Sequence[int] | Tensor) -> Ten
         )
     if len(ids) == 0:
         raise ValueError("text: expected at least one token, got none; pass a non-empty text")
-    if ids.is_floating_point() or ids.dtype == torch.bool:
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise ValueError(f"text: expected integer token ids, got {ids.dtype}")
+    ids = ids.to(torch.long)
     vocabulary = checkpoint.model.get_input_embeddings().num_embeddings
     if int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
         raise ValueError(
@@ -156,11 +158,16 @@ class _Capture:
             # Two captures of one model may interleave; each sees only its own forward pass.
             return threading.current_thread() is self.thread
 
-        def before(_module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-            return (args, kwargs | {"output_attentions": True}) if mine() and wants_flag else None
+        # torch calls a hook that another thread removes meanwhile without its keyword arguments.
+        def before(_module: nn.Module, *call: Any) -> tuple[tuple, dict] | None:
+            if not (mine() and wants_flag):
+                return None
+            args, kwargs = call
+            return args, kwargs | {"output_attentions": True}
 
-        def attended(_module: nn.Module, args: tuple, kwargs: dict, result: tuple) -> None:
+        def attended(_module: nn.Module, *call: Any) -> None:
             if mine():
+                args, kwargs, result = call
                 if len(result) < 2 or result[1] is None:
                     raise RuntimeError(f"{layer.path}: the eager attention path returned no attention weights")
                 seen["field"] = args[0] if args else kwargs["hidden_states"]
@@ -192,7 +199,9 @@ class _Capture:
             raise _Cancelled
 
 
-def layers(checkpoint: Checkpoint, text: str | Sequence[int] | Tensor) -> Iterator[LayerWalk]:
+def layers(
+    checkpoint: Checkpoint, text: str | Sequence[int] | Tensor, attention: Sequence[AttentionLayer] | None = None
+) -> Iterator[LayerWalk]:
     r"""Stream the attention layers of a model on one text as connection walks.
 
     Parameters
@@ -201,6 +210,9 @@ def layers(checkpoint: Checkpoint, text: str | Sequence[int] | Tensor) -> Iterat
         From `cwlib.open_checkpoint`.
     text : str, sequence of int, or integer Tensor
         One text, or the token ids of one unpadded sequence.
+    attention : sequence of AttentionLayer, optional
+        From `cwlib.architectures.attention_layers`, to compute the cores of the weights once for many texts, as long as
+        the weights do not change. By default they are read from the model at every call.
 
     Yields
     ------
@@ -220,27 +232,8 @@ def layers(checkpoint: Checkpoint, text: str | Sequence[int] | Tensor) -> Iterat
     model = checkpoint.model
     if model.training:
         raise ValueError("checkpoint: expected a model in evaluation mode, got training mode; call model.eval()")
-    found = checkpoint_layers(checkpoint)
+    found = attention_layers(model) if attention is None else attention
     return _stream(model, found, token_ids(checkpoint, text))
-
-
-def checkpoint_layers(checkpoint: Checkpoint) -> tuple[AttentionLayer, ...]:
-    """The attention layers of a checkpoint, so that cores of weights alone are computed once for many texts.
-
-    They are read anew if a weight may have changed: if it was written to, moved or replaced, or can be trained.
-    """
-    model = checkpoint.model
-    if any(p.requires_grad for p in model.parameters()):
-        return attention_layers(model)
-    state = tuple((p.data_ptr(), p._version) for p in model.parameters())
-    known, cached = _LAYERS.get(model, (None, ()))
-    if known != state:
-        cached = attention_layers(model)
-        _LAYERS[model] = (state, cached)
-    return cached
-
-
-_LAYERS: "weakref.WeakKeyDictionary[nn.Module, tuple[tuple, tuple[AttentionLayer, ...]]]" = weakref.WeakKeyDictionary()
 
 
 def _stream(model: nn.Module, found: Sequence[AttentionLayer], ids: Tensor) -> Iterator[LayerWalk]:

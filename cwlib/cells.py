@@ -10,7 +10,8 @@ import numpy as np
 import pandas as pd
 import torch
 
-from cwlib.capture import checkpoint_layers, layers
+from cwlib.architectures import AttentionLayer, attention_layers
+from cwlib.capture import layers
 from cwlib.catalogue import CATALOGUE
 from cwlib.checkpoints import Checkpoint, open_checkpoint, tiny_checkpoint
 from cwlib.cores import HeadTransports
@@ -25,7 +26,8 @@ INIT_SEEDS = (0, 1, 2)  #: seeds of the random-initialisation null
 GAUSSIAN_SEEDS = (0,)
 NULL_PASSAGES = 4  #: passages on which nulls are measured, spread evenly over the corpus
 EXACTNESS_PASSAGES = 4  #: likewise for checkpoints of which only the T2 residual is measured
-ROW = ["checkpoint", "source", "seed", "passage", "layer", "metric", "gauge"]
+IDENTITY = ["checkpoint", "source", "seed", "passage"]  #: of a cell
+ROW = [*IDENTITY, "layer", "metric", "gauge"]
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class NullLayer:
 
 
 def open_weights(name: str, device: str, dtype: str) -> Checkpoint:
-    if name.startswith("tiny-"):
+    if name.startswith("tiny-") and "/" not in name:
         return tiny_checkpoint(name.removeprefix("tiny-"), dtype=dtype)
     return open_checkpoint(name, device=device, dtype=dtype)
 
@@ -122,7 +124,9 @@ def plan(
     return cells
 
 
-def _measured(cell: Cell, checkpoint: Checkpoint, gaussians: dict[int, HeadTransports]) -> Iterator[tuple[int, Layer]]:
+def _measured(
+    cell: Cell, checkpoint: Checkpoint, gaussians: dict[int, HeadTransports], found: Sequence[AttentionLayer]
+) -> Iterator[tuple[int, Layer]]:
     """The layers of a cell as something `METRICS` can be computed on."""
 
     def gaussian(index: int, like: HeadTransports) -> HeadTransports:
@@ -131,18 +135,17 @@ def _measured(cell: Cell, checkpoint: Checkpoint, gaussians: dict[int, HeadTrans
         return gaussians[index]
 
     if cell.passage is None:
-        for entry in checkpoint_layers(checkpoint):
+        for entry in found:
             transports = entry.transports
             if cell.source == "gaussian":
                 transports = gaussian(entry.index, transports)
-            nothing = torch.ones(
-                transports.heads, 1, 1, dtype=torch.float64, device=transports.value.device
-            )  # weights only: any attention will do
+            # weights only: any attention will do
+            nothing = torch.ones(transports.heads, 1, 1, dtype=torch.float64, device=transports.value.device)
             walk = ConnectionWalk.from_transports(nothing, transports)
             yield entry.index, NullLayer(walk, torch.empty(0, transports.d_model), None)
         return
     previous = None
-    for layer in layers(checkpoint, cell.passage.text):
+    for layer in layers(checkpoint, cell.passage.text, found):
         if cell.source == "gaussian":
             transports = gaussian(layer.index, layer.walk.transports)
             walk = ConnectionWalk.from_transports(layer.walk.attention, transports)
@@ -154,7 +157,12 @@ def _measured(cell: Cell, checkpoint: Checkpoint, gaussians: dict[int, HeadTrans
             yield layer.index, layer
 
 
-def evaluate(cell: Cell, checkpoint: Checkpoint, gaussians: dict[int, HeadTransports] | None = None) -> pd.DataFrame:
+def evaluate(
+    cell: Cell,
+    checkpoint: Checkpoint,
+    gaussians: dict[int, HeadTransports] | None = None,
+    found: Sequence[AttentionLayer] | None = None,
+) -> pd.DataFrame:
     """Compute one cell: a row per layer, metric and gauge; undefined values are left out.
 
     Parameters
@@ -165,10 +173,13 @@ def evaluate(cell: Cell, checkpoint: Checkpoint, gaussians: dict[int, HeadTransp
         The weights, trained or initialised, that ``cell`` names.
     gaussians : dict, optional
         Gaussian transports by layer, kept between cells so that their cores are computed once.
+    found : sequence of AttentionLayer, optional
+        The checkpoint's attention layers, likewise.
     """
     gaussians = {} if gaussians is None else gaussians
+    found = attention_layers(checkpoint.model) if found is None else found
     rows = []
-    for index, layer in _measured(cell, checkpoint, gaussians):
+    for index, layer in _measured(cell, checkpoint, gaussians, found):
         for name in cell.metrics:
             metric = METRICS[name]
             gauges = ("mean", "norm") if metric.about == "graph" else ("",)

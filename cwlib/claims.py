@@ -103,7 +103,7 @@ def judge(trend: Trend, null_trends: Iterable[float], deep: float, null_deep: It
         +1 if the claim says that the quantity grows, -1 if it falls.
     """
     edge = trend.low if direction > 0 else trend.high
-    if direction * edge <= 0:
+    if not direction * edge > 0:
         return NOT_SUPPORTED
     beats = all(direction * trend.rho > direction * null for null in null_trends)
     beyond = all(direction * deep > direction * null for null in null_deep)

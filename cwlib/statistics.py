@@ -58,7 +58,7 @@ def depth_trend(rows: pd.DataFrame, seed: int = 0) -> Trend:
         ranks, order = rankdata(means, axis=-1), rankdata(depth)
         ranks, order = ranks - ranks.mean(axis=-1, keepdims=True), order - order.mean()
         with np.errstate(invalid="ignore"):  # NaN where a quantity is the same in every layer
-            return (ranks @ order) / (np.linalg.norm(ranks, axis=-1) * np.linalg.norm(order))
+            return np.asarray((ranks @ order) / (np.linalg.norm(ranks, axis=-1) * np.linalg.norm(order)))
 
     passages = len(values)
     centre = float(rho(np.arange(passages)))

@@ -9,14 +9,16 @@ a rerun computes only what is missing.
 import json
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
 import pandas as pd
 from tqdm import tqdm
 
+from cwlib.architectures import attention_layers
 from cwlib.catalogue import cache_dir
-from cwlib.cells import ROW, WEIGHTS, Cell, evaluate, open_weights, plan, provenance
+from cwlib.cells import IDENTITY, ROW, WEIGHTS, Cell, evaluate, open_weights, plan, provenance
 from cwlib.checkpoints import initialise
 from cwlib.corpus import Passage, passages
 from cwlib.metrics import METRICS
@@ -43,13 +45,35 @@ def _write(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def _committed(folder: Path | None) -> tuple[pd.DataFrame, pd.DataFrame] | None:
-    """The rows and cells of an earlier run in ``folder``; None if there are none."""
+    """The rows of an earlier run in ``folder``, and its cells that have all their rows; None if there are none."""
     if folder is None or not (folder / "study.csv").exists() or not (folder / "cells.csv").exists():
         return None
-    return (
-        pd.read_csv(folder / "study.csv", keep_default_na=False, na_values={"value": [""]}),
-        pd.read_csv(folder / "cells.csv", keep_default_na=False),
-    )
+    table = _read(folder / "study.csv", {"seed": int, "layer": int, "value": float}, ROW)
+    cells = _read(folder / "cells.csv", {"seed": int, "rows": int}, [*IDENTITY, "key", "rows"])
+    counts = table.groupby(IDENTITY).size().rename("found").reset_index()
+    merged = cells.merge(counts, on=IDENTITY, how="left")
+    return table, cells[(merged["found"] == merged["rows"]).to_numpy()]
+
+
+def _read(path: Path, types: dict[str, type], columns: list[str]) -> pd.DataFrame:
+    try:
+        frame = pd.read_csv(path, keep_default_na=False, dtype=types)
+        frame[columns]
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"folder: {path} is damaged ({error}); restore it, or delete it to compute it anew") from error
+    return frame
+
+
+def _stored(work: Path, cell: Cell) -> tuple[pd.DataFrame, pd.DataFrame] | None:
+    """Rows and origin of a finished cell in the cache; None if it is not there, or damaged."""
+    try:
+        rows = pd.read_parquet(work / f"{cell.key}.parquet")
+        origin = json.loads((work / f"{cell.key}.json").read_text())
+    except (OSError, ValueError):
+        return None
+    # The key holds content only: the same text may have another name today.
+    name = {"checkpoint": cell.checkpoint, "passage": cell.passage_name}
+    return rows.assign(**name), pd.DataFrame([origin | name | {"rows": len(rows)}])
 
 
 def run(
@@ -99,31 +123,35 @@ def run(
             )
         full, exactness = PROFILES[profile]
     else:
-        full, exactness = tuple(profile), ()
-    texts = passages() if texts is None else tuple(texts)
+        full, exactness = tuple(dict.fromkeys(map(str, profile))), ()
+        if not full:
+            raise ValueError("profile: expected a profile or at least one checkpoint, got none")
+    if texts is None:
+        texts = passages()
+        if profile == "smoke":  # tiny models count bytes as tokens
+            texts = [replace(p, text=p.text[:60]) for p in texts[:2]]
     folder = None if folder is None else Path(folder)
     work = cache_dir() / "study"
-    cells = plan(full, exactness, texts, device)
+    cells = plan(full, exactness, tuple(texts), device)
 
     earlier = None if fresh else _committed(folder)
     known = set() if earlier is None else set(earlier[1]["key"])
-    missing = [c for c in cells if c.key not in known and (fresh or not (work / f"{c.key}.parquet").exists())]
-    _compute(missing, work, device, progress)
+    missing = {c.key: c for c in cells if c.key not in known and (fresh or _stored(work, c) is None)}
+    _compute(list(missing.values()), work, device, progress)
 
     tables, origins = [], []
-    if earlier is not None:
-        wanted = {c.key for c in cells}
-        kept = earlier[1][earlier[1]["key"].isin(wanted)]
-        identity = ["checkpoint", "source", "seed", "passage"]
-        tables.append(earlier[0].merge(kept[identity], on=identity))
-        origins.append(kept)
     for cell in cells:
-        if cell.key not in known:
-            tables.append(pd.read_parquet(work / f"{cell.key}.parquet"))
-            origins.append(pd.DataFrame([json.loads((work / f"{cell.key}.json").read_text())]))
+        if cell.key in known:
+            name = {"checkpoint": cell.checkpoint, "passage": cell.passage_name}
+            origin = earlier[1][earlier[1]["key"] == cell.key].iloc[:1]
+            rows, origin = earlier[0].merge(origin[IDENTITY], on=IDENTITY).assign(**name), origin.assign(**name)
+        else:
+            rows, origin = _stored(work, cell)
+        tables.append(rows)
+        origins.append(origin)
     table = pd.concat(tables).sort_values(ROW, ignore_index=True)
     if folder is not None:
-        origin = pd.concat(origins).sort_values(["checkpoint", "source", "seed", "passage"], ignore_index=True)
+        origin = pd.concat(origins).sort_values(IDENTITY, ignore_index=True)
         _write(folder / "study.csv", lambda p: table.to_csv(p, index=False, float_format="%.6g"))
         _write(folder / "cells.csv", lambda p: origin.to_csv(p, index=False))
         _write(folder / "glossary.csv", lambda p: glossary().to_csv(p, index=False))
@@ -147,9 +175,10 @@ def _compute(missing: Sequence[Cell], work: Path, device: str, progress: bool) -
             checkpoint = open_weights(name, device, "float32")
             if source == "init":
                 checkpoint = initialise(checkpoint, seed, device=device)
+            found = attention_layers(checkpoint.model)
             gaussians: dict[tuple[str, int], dict] = {}
             for cell in group:
-                rows = evaluate(cell, checkpoint, gaussians.setdefault((cell.source, cell.seed), {}))
+                rows = evaluate(cell, checkpoint, gaussians.setdefault((cell.source, cell.seed), {}), found)
                 origin = json.dumps(provenance(cell, checkpoint))
                 _write(work / f"{cell.key}.json", lambda p, text=origin: p.write_text(text))
                 # Last, for its presence marks the cell as done.
@@ -184,6 +213,8 @@ def glossary() -> pd.DataFrame:
             "",
             "trained; gaussian: O_h, V_h replaced by N(0, 1) entries; init: random initialisation",
         ),
+        ("metric", "column", "", "name of the quantity; the rows below explain each"),
+        ("value", "column", "", "the metric's value, in its range below"),
         ("seed", "column", "", "seed of a null; 0 for trained weights"),
         ("passage", "column", "", f"text of the corpus; {WEIGHTS}: the value depends on weights only"),
         ("layer", "column", "", "attention layer from 0; a step is filed under the later of its two layers"),

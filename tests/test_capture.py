@@ -1,0 +1,569 @@
+"""What is captured is what the model computed; and the model is left as it was, however the capture ends."""
+
+import copy
+import gc
+import signal
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from itertools import islice
+
+import jaxtyping
+import numpy as np
+import pytest
+import torch
+from test_architectures import FAMILIES, HEADS, TEXT, VARIANTS, raw_maps, variant_id
+from torch import nn
+from transformers import BatchEncoding, ElectraConfig, ElectraModel, PreTrainedModel
+
+import cwlib
+from cwlib.capture import LayerWalk, layers
+from cwlib.checkpoints import Checkpoint, open_checkpoint, tiny_checkpoint
+
+IDS = [7, 40, 3, 99, 120, 40, 8, 250, 61, 17, 5, 201, 33]
+ENCODERS = ("bert", "mpnet")
+# where the token vectors that attention sees come from: a norm before it, or (None) the residual stream itself
+NORMS = {
+    "bert": None,
+    "mpnet": None,
+    "gpt2": "h.{}.ln_1",
+    "llama": "layers.{}.input_layernorm",
+    "qwen2": "layers.{}.input_layernorm",
+    "gemma3": "layers.{}.input_layernorm",
+}
+ATTENTION = {
+    "bert": "encoder.layer.{}.attention.output.dense",  # the norm after it is not part of the attention
+    "mpnet": "encoder.layer.{}.attention.attn",
+    "gpt2": "h.{}.attn",
+    "llama": "layers.{}.self_attn",
+    "qwen2": "layers.{}.self_attn",
+    "gemma3": "layers.{}.self_attn",
+}
+
+
+@pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Users run without the tests' type checks: the product's own errors must do."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+
+
+def hooks(model: nn.Module) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+def workers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "cwlib-forward"]
+
+
+def assert_left_clean(checkpoint: Checkpoint, implementation: str = "eager") -> None:
+    assert hooks(checkpoint.model) == 0
+    assert workers() == []
+    assert checkpoint.model.config._attn_implementation == implementation
+
+
+def assert_same(left: list[LayerWalk], right: list[LayerWalk]) -> None:
+    assert len(left) == len(right) > 0
+    for a, b in zip(left, right, strict=True):
+        assert a.index == b.index
+        assert torch.equal(a.walk.attention, b.walk.attention)
+        assert torch.equal(a.field, b.field)
+        assert torch.equal(a.output, b.output)
+        assert torch.equal(a.walk.apply(a.field), b.walk.apply(b.field))
+
+
+def sdpa_checkpoint(family: str = "llama", **overrides: object) -> Checkpoint:
+    checkpoint = tiny_checkpoint(family, **overrides)
+    checkpoint.model.set_attn_implementation("sdpa")
+    return checkpoint
+
+
+# --- an independent oracle ----------------------------------------------------------------------------------------
+
+
+def reference(model: PreTrainedModel, family: str, ids: list[int]) -> tuple[list, list, list]:
+    """Attentions, fields and attention outputs of a plain run of a copy of the model, with plain hooks."""
+    model = copy.deepcopy(model)
+    fields, outputs = {}, {}
+
+    def first(result: object) -> torch.Tensor:
+        return (result[0] if isinstance(result, tuple) else result)[0]
+
+    for layer in range(model.config.num_hidden_layers):
+        if NORMS[family] is not None:
+            norm = model.get_submodule(NORMS[family].format(layer))
+            norm.register_forward_hook(lambda _m, _a, result, n=layer: fields.__setitem__(n, first(result)))
+        module = model.get_submodule(ATTENTION[family].format(layer))
+        module.register_forward_hook(lambda _m, _a, result, n=layer: outputs.__setitem__(n, first(result)))
+    with torch.no_grad():
+        result = model(input_ids=torch.tensor([ids]), output_attentions=True, output_hidden_states=True)
+    attentions = [attention[0] for attention in result.attentions]
+    if NORMS[family] is None:
+        fields = {n: state[0] for n, state in enumerate(result.hidden_states[:-1])}
+    return attentions, [fields[n] for n in sorted(fields)], [outputs[n] for n in sorted(outputs)]
+
+
+@pytest.mark.claim("T2")
+@pytest.mark.parametrize(("family", "overrides"), VARIANTS, ids=variant_id)
+def test_layers_agree_with_a_plain_run_and_the_state_dict(family: str, overrides: dict) -> None:
+    checkpoint = tiny_checkpoint(family, seed=3, **overrides)
+    attentions, fields, outputs = reference(checkpoint.model, family, IDS)
+    captured = list(cwlib.layers(checkpoint, IDS))
+    assert len(captured) == len(attentions) == len(fields) == len(outputs) == checkpoint.model.config.num_hidden_layers
+    for layer, attention, field, output in zip(captured, attentions, fields, outputs, strict=True):
+        assert torch.equal(layer.walk.attention, attention)
+        assert torch.equal(layer.field, field)
+        assert torch.equal(layer.output, output)
+        values, maps, biases, o_bias = raw_maps(checkpoint.model, family, layer.index)
+        x = field.double().numpy()
+        expected = np.tile(o_bias, (len(IDS), 1))
+        for head in range(HEADS):
+            message = (x @ values[head].T + biases[head]) @ maps[head].T
+            expected += attention[head].double().numpy() @ message
+        scale = np.linalg.norm(expected)
+        assert np.linalg.norm(layer.walk.apply(layer.field).numpy() - expected) <= 1e-12 * scale
+        assert np.linalg.norm(output.double().numpy() - expected) <= 1e-5 * scale
+
+
+@pytest.mark.claim("T1")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_head_alone_is_a_constant_transport(family: str) -> None:
+    checkpoint = tiny_checkpoint(family, seed=4)
+    for layer in cwlib.layers(checkpoint, IDS):
+        values, maps, _, _ = raw_maps(checkpoint.model, family, layer.index)
+        x = layer.field.double().numpy()
+        for head in range(HEADS):
+            transport = maps[head] @ values[head]
+            walk = cwlib.ConnectionWalk(
+                layer.walk.attention[head : head + 1],
+                layer.walk.value[head // layer.walk.groups][None],
+                layer.walk.output[head : head + 1],
+            )
+            expected = layer.walk.attention[head].double().numpy() @ x @ transport.T
+            np.testing.assert_allclose((walk @ layer.field).numpy(), expected, rtol=0, atol=1e-12)
+            edge = walk.transport(len(IDS) - 1, len(IDS) - 2)
+            np.testing.assert_allclose(edge.numpy(), transport, rtol=0, atol=1e-12)
+
+
+@pytest.mark.claim("T2")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_mean_gauge_walk_is_stochastic_and_masked_as_the_family_asks(family: str) -> None:
+    for layer in cwlib.layers(tiny_checkpoint(family), IDS):
+        walk = layer.walk.effective_walk("mean")
+        assert (walk >= 0).all()
+        assert (walk.sum(1) - 1).abs().max() <= 1e-6
+        future = torch.ones_like(walk, dtype=torch.bool).triu(1)
+        if family in ENCODERS:
+            assert (layer.walk.attention > 0).all()
+            assert not layer.walk.is_causal
+        else:
+            assert not layer.walk.attention[:, future].any()
+            assert layer.walk.is_causal
+
+
+def test_sliding_window_layers_see_no_further_than_their_window() -> None:
+    checkpoint = tiny_checkpoint("gemma3", sliding_window=4)
+    kinds = checkpoint.model.config.layer_types
+    assert {"sliding_attention", "full_attention"} == set(kinds)
+    i, j = torch.meshgrid(torch.arange(len(IDS)), torch.arange(len(IDS)), indexing="ij")
+    for layer, kind in zip(cwlib.layers(checkpoint, IDS), kinds, strict=True):
+        seen = (j <= i) & (i - j < 4) if kind == "sliding_attention" else j <= i
+        assert not layer.walk.attention[:, ~seen].any()
+        assert (layer.walk.attention[:, seen] > 0).all()
+
+
+def test_norms_of_queries_and_keys_change_the_attention_only() -> None:
+    checkpoint = tiny_checkpoint("gemma3")
+    before = next(iter(cwlib.layers(checkpoint, IDS)))
+    with torch.no_grad():
+        checkpoint.model.layers[0].self_attn.q_norm.weight.fill_(2.0)
+    after = next(iter(cwlib.layers(checkpoint, IDS)))
+    assert (after.walk.attention - before.walk.attention).abs().max() > 0.05
+    assert torch.equal(after.walk.value, before.walk.value)
+    assert torch.equal(after.field, before.field)
+    assert after.residual() <= 1e-5
+
+
+def test_walks_share_the_storage_of_the_model() -> None:
+    checkpoint = tiny_checkpoint("llama")
+    for layer in cwlib.layers(checkpoint, IDS):
+        attention = checkpoint.model.layers[layer.index].self_attn
+        assert layer.walk.value.data_ptr() == attention.v_proj.weight.data_ptr()
+        assert layer.walk.output.data_ptr() == attention.o_proj.weight.data_ptr()
+        assert tuple(layer.walk.value.shape) == (2, 12, 48)
+        assert not layer.walk.value.requires_grad
+
+
+# --- inputs -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    "convert",
+    [
+        tuple,
+        torch.tensor,
+        lambda ids: torch.tensor([ids]),
+        lambda ids: torch.tensor(ids, dtype=torch.int32),
+        np.array,
+        lambda ids: list(np.array(ids)),
+        lambda ids: np.array(ids, dtype=np.uint16),
+    ],
+    ids=["tuple", "1-D", "(1, n)", "int32", "numpy", "numpy items", "uint16"],
+)
+def test_every_form_of_ids_gives_the_same_walks(convert: Callable) -> None:
+    checkpoint = tiny_checkpoint("gpt2")
+    assert_same(list(layers(checkpoint, convert(IDS))), list(layers(checkpoint, IDS)))
+
+
+def test_a_text_is_its_ids() -> None:
+    checkpoint = tiny_checkpoint("bert")
+    ids = checkpoint.tokenizer(TEXT)["input_ids"]
+    assert_same(list(layers(checkpoint, TEXT)), list(layers(checkpoint, ids)))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_token_and_a_full_context_are_fine(family: str) -> None:
+    room = 18 if family == "mpnet" else 16  # MPNet keeps two positions for padding
+    checkpoint = tiny_checkpoint(family, max_position_embeddings=room)
+    for ids in ([5], list(range(5, 21))):
+        assert max(layer.residual() for layer in layers(checkpoint, ids)) <= 1e-5
+    with pytest.raises(ValueError, match="at most 16"):
+        layers(checkpoint, list(range(5, 22)))
+    with pytest.raises(ValueError, match="at most 16"):
+        layers(checkpoint, "seventeen letters")
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "text: expected some words"),
+        (" \n\t ", "text: expected some words"),
+        ([], "text: expected at least one token"),
+        (torch.empty(0, dtype=torch.long), "text: expected at least one token"),
+        ([1.0, 2.0], "text: expected integer token ids, got torch.float32"),
+        (torch.tensor([True]), "text: expected integer token ids, got torch.bool"),
+        (torch.tensor([1j]), "text: expected integer token ids, got torch.complex64"),
+        (torch.tensor([IDS, IDS]), r"text: expected one sequence of shape \(n,\) or \(1, n\), got \(2, 13\)"),
+        (torch.tensor(3), r"text: expected one sequence of shape \(n,\) or \(1, n\), got \(\)"),
+        (
+            BatchEncoding({"input_ids": [IDS]}),
+            "text: expected a string or the ids of one unpadded sequence, .* mapping",
+        ),
+        ({"input_ids": IDS}, "text: .* ids of one unpadded sequence, got a mapping"),
+        ([5, 300], r"text: expected token ids in 0\.\.299, got 5\.\.300"),
+        ([-1, 5], r"text: expected token ids in 0\.\.299, got -1\.\.5"),
+        (["a", "b"], "text: expected a string or a sequence of token ids, got list"),
+        (None, "text: expected a string or a sequence of token ids, got NoneType"),
+    ],
+)
+def test_bad_text_is_refused_at_the_call(text: object, message: str) -> None:
+    checkpoint = tiny_checkpoint("llama")
+    with pytest.raises(ValueError, match=message):
+        layers(checkpoint, text)  # not iterated
+    assert_left_clean(checkpoint)
+
+
+def test_training_mode_is_refused_at_the_call() -> None:
+    checkpoint = tiny_checkpoint("bert")
+    checkpoint.model.train()
+    with pytest.raises(ValueError, match=r"evaluation mode, got training mode; call model\.eval"):
+        layers(checkpoint, IDS)
+
+
+def test_an_unsupported_checkpoint_is_refused_at_the_call() -> None:
+    sizes = {"hidden_size": 16, "embedding_size": 16, "num_attention_heads": 2, "intermediate_size": 16}
+    checkpoint = open_checkpoint(ElectraModel(ElectraConfig(vocab_size=20, num_hidden_layers=1, **sizes)))
+    with pytest.raises(ValueError, match="unsupported type 'electra'; expected one of bert, mpnet, gpt2"):
+        layers(checkpoint, [1, 2])
+
+
+# --- streaming ----------------------------------------------------------------------------------------------------
+
+
+def test_a_layer_is_computed_only_when_asked_for() -> None:
+    checkpoint = tiny_checkpoint("llama")
+    ran = []
+    for n, block in enumerate(checkpoint.model.layers):
+        block.register_forward_pre_hook(lambda _m, _a, n=n: ran.append(n))
+    stream = layers(checkpoint, IDS)
+    assert ran == []
+    for n in range(3):
+        next(stream)
+        assert ran == list(range(n + 1))
+
+
+def living_storages(shape: tuple[int, ...]) -> int:
+    """How many tensors with these last dimensions exist anywhere, views of one counted once."""
+    found = [o for o in gc.get_objects() if type(o) is torch.Tensor and tuple(o.shape[-len(shape) :]) == shape]
+    return len({tensor.untyped_storage().data_ptr() for tensor in found})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_at_most_two_layers_are_alive(family: str) -> None:
+    checkpoint = tiny_checkpoint(family, num_hidden_layers=6)
+    shape = (HEADS, 37, 37)  # of no other tensor
+    allowed = 3 if family == "mpnet" else 2  # MPNet holds a position bias of this shape
+    refs: list[weakref.ref] = []
+    for layer in layers(checkpoint, list(range(5, 42))):
+        refs.append(weakref.ref(layer))
+        # by reference counts alone: a long text must not wait for the garbage collector
+        assert sum(ref() is not None for ref in refs) <= 2
+        assert living_storages(shape) <= allowed
+    assert len(refs) == 6
+    del layer
+    assert living_storages(shape) == 0
+
+
+def test_previous_is_the_layer_before_while_it_lives() -> None:
+    stream = layers(tiny_checkpoint("llama"), IDS)
+    first = next(stream)
+    assert first.previous is None
+    second = next(stream)
+    assert second.previous is first
+    gone = weakref.ref(first)
+    del first
+    assert second.previous is gone() is not None  # the stream holds it for the step between layers
+    third = next(stream)
+    assert gone() is None
+    assert second.previous is None
+    assert third.previous is second
+
+
+def test_a_list_of_layers_keeps_every_previous() -> None:
+    kept = list(layers(tiny_checkpoint("gemma3"), IDS))
+    assert [layer.previous for layer in kept] == [None, *kept[:-1]]
+
+
+def test_a_checkpoint_is_freed_after_use() -> None:
+    checkpoint = tiny_checkpoint("qwen2")
+    list(layers(checkpoint, IDS))
+    model = weakref.ref(checkpoint.model)
+    del checkpoint
+    assert model() is None
+
+
+# --- the model is left as it was ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_another_attention_implementation_gives_the_same_walks_and_comes_back(family: str) -> None:
+    # a family without the other path (MPNet's attention is always eager) must work as well
+    eager, other = tiny_checkpoint(family), tiny_checkpoint(family)
+    other.model.config._attn_implementation = "sdpa"
+    assert_same(list(layers(other, IDS)), list(layers(eager, IDS)))
+    assert_left_clean(other, "sdpa")
+
+
+def test_a_live_model_with_sdpa_gives_the_same_walks() -> None:
+    model = sdpa_checkpoint("llama").model
+    assert_same(list(layers(open_checkpoint(model), IDS)), list(layers(tiny_checkpoint("llama"), IDS)))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_model_computes_the_same_before_during_and_after(family: str) -> None:
+    checkpoint = tiny_checkpoint(family)
+    model, ids = checkpoint.model, torch.tensor([IDS])
+
+    def plain() -> torch.Tensor:
+        with torch.no_grad():
+            return model(input_ids=ids).last_hidden_state
+
+    expected = plain()
+    stream = layers(checkpoint, IDS[:5])
+    next(stream)
+    assert torch.equal(plain(), expected)  # the hooks mind only their own forward pass
+    list(stream)
+    assert torch.equal(plain(), expected)
+    assert_left_clean(checkpoint)
+
+
+class OwnError(Exception):
+    pass
+
+
+def exhaust(stream: Iterator[LayerWalk]) -> None:
+    for _ in stream:
+        pass
+
+
+def close(stream: Iterator[LayerWalk]) -> None:
+    next(stream)
+    stream.close()
+
+
+def abandon(stream: Iterator[LayerWalk]) -> None:
+    next(stream)
+    next(stream)
+
+
+def stop_early(stream: Iterator[LayerWalk]) -> None:
+    for layer in stream:
+        if layer.index == 1:
+            break
+
+
+def never_start(stream: Iterator[LayerWalk]) -> None:
+    pass
+
+
+def fail_between(stream: Iterator[LayerWalk]) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        for _ in stream:
+            raise KeyboardInterrupt
+
+
+def throw_into(stream: Iterator[LayerWalk]) -> None:
+    next(stream)
+    with pytest.raises(KeyboardInterrupt):
+        stream.throw(KeyboardInterrupt)
+
+
+@pytest.mark.parametrize("end", [exhaust, close, abandon, stop_early, never_start, fail_between, throw_into])
+def test_nothing_is_left_behind(end: Callable) -> None:
+    checkpoint = sdpa_checkpoint("llama")
+    for _ in range(3):
+        end(layers(checkpoint, IDS))
+        assert_left_clean(checkpoint, "sdpa")
+
+
+@pytest.mark.parametrize("error", [OwnError, KeyboardInterrupt, SystemExit])
+def test_an_exception_inside_the_model_reaches_the_consumer_as_itself(error: type[BaseException]) -> None:
+    checkpoint = sdpa_checkpoint("llama")
+    raised = error("from within")
+
+    def fail(_module: nn.Module, _args: tuple) -> None:
+        raise raised
+
+    handle = checkpoint.model.layers[1].mlp.register_forward_pre_hook(fail)
+    seen = []
+    with pytest.raises(error) as caught:
+        for layer in layers(checkpoint, IDS):
+            seen.append(layer.index)
+    assert caught.value is raised
+    assert seen == [0, 1]
+    handle.remove()
+    del caught, layer
+    assert_left_clean(checkpoint, "sdpa")
+    assert len(list(layers(checkpoint, IDS))) == 3
+
+
+def test_ctrl_c_while_the_model_computes_leaves_it_clean() -> None:
+    checkpoint = sdpa_checkpoint("llama")
+    main = threading.main_thread().ident
+
+    def interrupt(_module: nn.Module, _args: tuple) -> None:
+        signal.pthread_kill(main, signal.SIGINT)  # the consumer is waiting for the next layer
+
+    handle = checkpoint.model.layers[1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        exhaust(layers(checkpoint, IDS))
+    handle.remove()
+    assert_left_clean(checkpoint, "sdpa")
+    assert max(layer.residual() for layer in layers(checkpoint, IDS)) <= 1e-5
+
+
+def test_interleaved_streams_of_one_model_give_what_separate_runs_give() -> None:
+    checkpoint = sdpa_checkpoint("gemma3")
+    texts = IDS, list(reversed(IDS)), IDS[:4]
+    apart = [list(layers(checkpoint, ids)) for ids in texts]
+    together = list(zip(*(layers(checkpoint, ids) for ids in texts), strict=True))
+    for alone, entwined in zip(apart, zip(*together, strict=True), strict=True):
+        assert_same(alone, list(entwined))
+    assert_left_clean(checkpoint, "sdpa")
+
+
+@pytest.mark.parametrize("first", [0, 1], ids=["the earlier ends first", "the later ends first"])
+def test_a_stream_that_ends_leaves_another_of_the_same_model_alone(first: int) -> None:
+    checkpoint = sdpa_checkpoint("llama")
+    streams = [layers(checkpoint, IDS) for _ in range(2)]
+    for _ in range(2):
+        for stream in streams:
+            next(stream)
+    streams[first].close()
+    (last,) = streams[1 - first]
+    assert last.index == 2
+    assert last.residual() <= 1e-5
+    assert_left_clean(checkpoint, "sdpa")
+
+
+def test_a_stream_within_a_stream() -> None:
+    checkpoint = sdpa_checkpoint("llama")
+    pairs = [(a.index, b.index) for a in layers(checkpoint, IDS) for b in layers(checkpoint, IDS[:5])]
+    assert pairs == [(a, b) for a in range(3) for b in range(3)]
+    assert_left_clean(checkpoint, "sdpa")
+
+
+def test_streams_in_several_threads_give_what_separate_runs_give() -> None:
+    checkpoint = sdpa_checkpoint("llama")
+    texts = [IDS[n:] for n in range(4)]
+    alone = [list(layers(checkpoint, ids)) for ids in texts]
+    results: dict[int, list[LayerWalk]] = {}
+    threads = [
+        threading.Thread(target=lambda n=n, ids=ids: results.__setitem__(n, list(layers(checkpoint, ids))))
+        for n, ids in enumerate(texts)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for n, expected in enumerate(alone):
+        assert_same(results[n], expected)
+    assert_left_clean(checkpoint, "sdpa")
+
+
+# --- no stale numbers ---------------------------------------------------------------------------------------------
+
+
+def in_place(parameter: nn.Parameter, new: torch.Tensor) -> None:
+    with torch.no_grad():
+        parameter.copy_(new)
+
+
+def through_data(parameter: nn.Parameter, new: torch.Tensor) -> None:
+    parameter.data.copy_(new)
+
+
+def through_numpy(parameter: nn.Parameter, new: torch.Tensor) -> None:
+    parameter.detach().numpy()[...] = new.numpy()
+
+
+def replaced(parameter: nn.Parameter, new: torch.Tensor) -> None:
+    parameter.data = new
+
+
+def trained(parameter: nn.Parameter, new: torch.Tensor) -> None:
+    parameter.requires_grad_(True)
+    parameter.grad = parameter.detach() - new
+    torch.optim.SGD([parameter], lr=1.0).step()
+
+
+@pytest.mark.parametrize("edit", [in_place, through_data, through_numpy, replaced, trained])
+def test_an_edit_of_the_weights_is_seen(edit: Callable) -> None:
+    checkpoint = tiny_checkpoint("qwen2")
+
+    def measured() -> tuple[LayerWalk, dict[str, float]]:
+        layer = next(iter(layers(checkpoint, IDS)))
+        return layer, cwlib.measure(layer, ["single_walk_error", "sum_isometry", "edge_isometry", "identity_alignment"])
+
+    before = measured()[1]
+    value = checkpoint.model.layers[0].self_attn.v_proj
+    for parameter in (value.weight, value.bias):
+        edit(parameter, parameter.detach() * torch.linspace(-1, 3, parameter.numel()).reshape(parameter.shape))
+    layer, after = measured()
+    bare = cwlib.ConnectionWalk(layer.walk.attention, layer.walk.value, layer.walk.output, groups=layer.walk.groups)
+    expected = cwlib.measure(bare, list(after))  # cores computed afresh
+    assert after == pytest.approx(expected, rel=1e-9)
+    assert all(abs(after[name] - before[name]) > 1e-3 for name in after)
+    assert layer.residual() <= 1e-5
+
+
+def test_streams_do_not_disturb_gradients_or_inference_mode() -> None:
+    checkpoint = tiny_checkpoint("llama")
+    checkpoint.model.requires_grad_(True)
+    for layer in islice(layers(checkpoint, IDS), 2):
+        assert torch.is_grad_enabled()
+        tensors = layer.walk.attention, layer.walk.value, layer.walk.output, layer.field, layer.output
+        assert not any(tensor.requires_grad for tensor in tensors)
+    with torch.inference_mode():
+        assert max(layer.residual() for layer in layers(checkpoint, IDS)) <= 1e-5

@@ -1,0 +1,324 @@
+"""Every panel draws what its table says, on the axes it is given, with labels that can be read."""
+
+import ast
+import inspect
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgba
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+from matplotlib.transforms import Bbox
+
+from cwlib import plots, style
+from cwlib.metrics import METRICS
+
+CHECKPOINTS = {
+    "minilm-l6": "encoder",
+    "mpnet-base": "encoder",
+    "smollm2-135m": "decoder",
+    "gemma3-270m": "decoder",
+    "qwen2.5-coder-0.5b": "decoder",
+    "qwen2.5-coder-1.5b": "decoder",
+}
+LAYERS = 4
+WORDS = ("supported", "mixed", "not supported", "not testable here")
+
+
+def table(metrics: tuple[str, ...], checkpoints: tuple[str, ...] = tuple(CHECKPOINTS), gauge: str = "") -> pd.DataFrame:
+    """A study of two passages; trained values are passage + layer, those of the nulls 10 lower."""
+    rows = []
+    for name, metric, layer in itertools.product(checkpoints, metrics, range(LAYERS)):
+        for source, seed, shift in (("trained", 0, 0.0), ("gaussian", 0, -10.0), ("init", 0, -11.0), ("init", 1, -9.0)):
+            for n, passage in enumerate(("a", "b")):
+                value = layer + 2.0 * n + shift
+                rows.append((name, source, seed, passage, layer, metric, gauge, value, CHECKPOINTS[name]))
+    columns = ["checkpoint", "source", "seed", "passage", "layer", "metric", "gauge", "value", "kind"]
+    frame = pd.DataFrame(rows, columns=columns)
+    return frame.assign(depth=frame["layer"] / (LAYERS - 1))
+
+
+def evidence() -> pd.DataFrame:
+    lines = [
+        (name, kind, metric, expected, 0.5, 0.2, 0.7, 0.1)
+        for name, kind in CHECKPOINTS.items()
+        for metric, expected in (("depth_step", "falls"), ("spectral_step", "falls"), ("operator_cosine", "rises"))
+    ]
+    return pd.DataFrame(lines, columns=["checkpoint", "kind", "metric", "expected", "rho", "low", "high", "null_rho"])
+
+
+def verdicts() -> pd.DataFrame:
+    """Claims and metrics down, the checkpoints measured in full across, as notebook 11 draws them; every verdict."""
+    metrics = ("depth_step", "operator_cosine", "spectral_step", "angle_correlation", "edge_isometry", "head_isometry")
+    rows = [f"C1  {metric}" for metric in metrics] + ["C2  norm_cv", "C3  scale"]
+    columns = [*list(CHECKPOINTS)[:4], "overall"]
+    words = {name: [WORDS[(row + n) % 4] for row in range(len(rows))] for n, name in enumerate(columns)}
+    return pd.DataFrame(words, index=rows)
+
+
+def residuals() -> pd.DataFrame:
+    frame = table(("t2_residual",))
+    return frame.assign(value=1e-7 * (1 + frame["layer"]) * (1 + 9 * (frame["passage"] == "b")))
+
+
+PANELS: dict[str, Callable[[Axes], Axes]] = {
+    "plot_walk": lambda ax: plots.plot_walk(ax, np.tril(np.ones((3, 3))) / [[1], [2], [3]], ["The", "cat", "sat"]),
+    "plot_depth": lambda ax: plots.plot_depth(ax, table(("entropy_rate",)), "minilm-l6", "entropy_rate"),
+    "plot_residuals": lambda ax: plots.plot_residuals(ax, residuals(), 1e-5),
+    "plot_schmidt": lambda ax: plots.plot_schmidt(ax, {"one": np.array([3.0, 4.0]), "two": np.array([1.0, 0.0])}),
+    "plot_evidence": lambda ax: plots.plot_evidence(ax, evidence()),
+    "plot_verdicts": lambda ax: plots.plot_verdicts(ax, verdicts()),
+}
+
+
+@pytest.fixture(autouse=True)
+def figures() -> Iterator[None]:
+    """The house style, and no figure left open."""
+    with plt.rc_context(style.rc("text")):
+        yield
+    plt.close("all")
+
+
+def panel(name: str, size: tuple[float, float] = (6.8, 3.4)) -> Axes:
+    _, ax = plt.subplots(figsize=size)
+    return PANELS[name](ax)
+
+
+def box(text: Text) -> Bbox:
+    return text.get_window_extent(text.figure.canvas.get_renderer())
+
+
+def assert_apart(texts: list[Text]) -> None:
+    boxes = [(text.get_text(), box(text)) for text in texts if text.get_text() and text.get_visible()]
+    for (one, a), (other, b) in itertools.combinations(boxes, 2):
+        assert not a.overlaps(b), f"{one!r} overlaps {other!r}"
+
+
+def assert_inside_the_figure(fig: Figure) -> None:
+    fig.canvas.draw()
+    width, height = fig.get_size_inches()
+    tight = fig.get_tightbbox()
+    assert tight.x0 >= -0.01 and tight.y0 >= -0.01
+    assert tight.x1 <= width + 0.01 and tight.y1 <= height + 0.01
+
+
+def test_every_panel_is_tried_here() -> None:
+    assert set(PANELS) == {name for name in vars(plots) if name.startswith("plot_")}
+
+
+@pytest.mark.parametrize("name", PANELS)
+def test_a_panel_draws_on_its_axes_alone(name: str) -> None:
+    fig, (ax, other) = plt.subplots(1, 2, figsize=(6.8, 3.4))
+    assert PANELS[name](ax) is ax
+    assert ax.has_data() or ax.collections
+    assert not other.has_data() and not other.texts and not other.get_xlabel()
+    assert plt.get_fignums() == [fig.number]
+    assert fig.axes == [ax, other]  # no colour bar or twin beside them
+
+
+@pytest.mark.parametrize("name", PANELS)
+def test_a_panel_leaves_its_table_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = []
+    draw = getattr(plots, name)
+
+    def spy(ax: Axes, data: object, *rest: object) -> Axes:
+        copy = data.copy()
+        given.append((data, copy))
+        return draw(ax, data, *rest)
+
+    monkeypatch.setattr(plots, name, spy)
+    panel(name)
+    ((data, copy),) = given
+    if isinstance(data, pd.DataFrame):
+        pd.testing.assert_frame_equal(data, copy)
+    elif isinstance(data, np.ndarray):
+        assert np.array_equal(data, copy)
+    else:
+        assert all(np.array_equal(data[key], copy[key]) for key in copy)
+
+
+@pytest.mark.parametrize(
+    ("name", "x", "y"),
+    [
+        ("plot_walk", "source j", "destination i"),
+        ("plot_residuals", "relative depth (0 = first layer, 1 = last)", "relative residual of T2"),
+        ("plot_schmidt", "rank", "Schmidt value / |K|"),
+        ("plot_evidence", "Spearman correlation with depth (grey bar: strongest random initialisation)", ""),
+    ],
+)
+def test_axes_are_labelled(name: str, x: str, y: str) -> None:
+    ax = panel(name)
+    assert (ax.get_xlabel(), ax.get_ylabel()) == (x, y)
+
+
+@pytest.mark.parametrize("name", ["plot_residuals", "plot_schmidt"])
+def test_a_legend_names_every_curve(name: str) -> None:
+    ax = panel(name)
+    expected = sorted(CHECKPOINTS) if name == "plot_residuals" else ["one", "two"]
+    assert sorted(text.get_text() for text in ax.get_legend().get_texts()) == expected
+
+
+def test_every_metric_of_a_figure_has_a_label_with_its_unit() -> None:
+    assert set(plots.LABELS) == set(METRICS) - {"t2_residual"}
+    assert "(nats)" in plots.LABELS["entropy_rate"]
+    assert len(set(plots.LABELS.values())) == len(plots.LABELS)
+
+
+# --- what is drawn ------------------------------------------------------------------------------------------------
+
+
+def test_depth_shows_the_mean_of_passages_and_the_nulls_in_grey() -> None:
+    ax = panel("plot_depth")
+    lines = {line.get_label(): line for line in ax.lines}
+    assert set(lines) == {"trained", "Gaussian O, V", "random initialisation"}
+    depth = np.linspace(0, 1, LAYERS)
+    for label, shift in (("trained", 1.0), ("Gaussian O, V", -9.0), ("random initialisation", -9.0)):
+        np.testing.assert_allclose(lines[label].get_xdata(), depth)
+        np.testing.assert_allclose(lines[label].get_ydata(), np.arange(LAYERS) + shift)
+    assert to_rgba(lines["trained"].get_color()) == to_rgba(style.checkpoint("minilm-l6", "encoder")["color"])
+    nulls = [lines[label] for label in ("Gaussian O, V", "random initialisation")]
+    assert {to_rgba(line.get_color()) for line in nulls} == {to_rgba(style.NULL["color"])}
+    assert len({line.get_linestyle() for line in nulls}) == 2
+
+
+def test_depth_takes_one_metric_of_one_checkpoint_in_one_gauge() -> None:
+    wanted = table(("sink_mass",), ("minilm-l6", "mpnet-base"), "mean")
+    others = [table(("sink_mass",), ("minilm-l6",), "norm"), table(("spectral_gap",), ("minilm-l6",), "mean")]
+    disturbing = pd.concat([wanted, *(frame.assign(value=99.0) for frame in others)])
+    _, ax = plt.subplots()
+    plots.plot_depth(ax, disturbing, "minilm-l6", "sink_mass", "mean")
+    (trained,) = (line for line in ax.lines if line.get_label() == "trained")
+    np.testing.assert_allclose(trained.get_ydata(), np.arange(LAYERS) + 1.0)
+
+
+def test_residuals_show_the_worst_passage_and_the_bound() -> None:
+    ax = panel("plot_residuals")
+    curves = {line.get_label(): line.get_ydata() for line in ax.lines}
+    for name in CHECKPOINTS:
+        np.testing.assert_allclose(curves[name], 1e-6 * (1 + np.arange(LAYERS)))
+    assert any(np.allclose(line.get_ydata(), 1e-5) for line in ax.lines)
+    assert ax.get_yscale() == "log"
+    assert "1e-05" in " ".join(text.get_text() for text in ax.texts)
+
+
+def test_schmidt_values_are_normalised() -> None:
+    ax = panel("plot_schmidt")
+    np.testing.assert_allclose(ax.lines[0].get_ydata(), [0.6, 0.8])
+    np.testing.assert_allclose(ax.lines[0].get_xdata(), [1, 2])
+
+
+def test_evidence_shows_each_interval_and_its_null() -> None:
+    ax = panel("plot_evidence", (6.8, 4.5))
+    labels = [label.get_text() for label in ax.get_yticklabels()]
+    assert len(set(labels)) == len(labels) == 18
+    expected = {f"{line.metric} ({line.expected})  {line.checkpoint}" for line in evidence().itertuples()}
+    assert set(labels) == expected
+    spans = [tuple(line.get_xdata()) for line in ax.lines]
+    assert spans.count((0.2, 0.7)) == spans.count((0.5,)) == spans.count((0.1,)) == 18
+
+
+def test_a_walk_is_drawn_destinations_down() -> None:
+    ax = panel("plot_walk")
+    mesh = ax.collections[0]
+    np.testing.assert_allclose(mesh.get_array().reshape(3, 3)[2], [1 / 3] * 3)
+    assert mesh.get_array().reshape(3, 3)[0, 1] == 0
+    assert ax.yaxis_inverted()
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["The", "cat", "sat"]
+    assert [label.get_text() for label in ax.get_xticklabels()] == ["The", "cat", "sat"]
+
+
+# --- can it be read -----------------------------------------------------------------------------------------------
+
+
+def test_verdicts_fit_their_cells() -> None:
+    ax = panel("plot_verdicts", (6.8, 3.2))
+    ax.figure.canvas.draw()
+    rows, columns = verdicts().shape
+    words = [text for text in ax.texts if text.get_text()]
+    assert [text.get_text().replace("\n", " ") for text in words] == verdicts().to_numpy().ravel().tolist()
+    for text, (row, column) in zip(words, itertools.product(range(rows), range(columns)), strict=True):
+        corners = ax.transData.transform([(column, row), (column + 1, row + 1)])
+        cell = Bbox([corners.min(0), corners.max(0)])
+        inner = box(text)
+        assert cell.x0 <= inner.x0 and inner.x1 <= cell.x1, f"{text.get_text()!r} is wider than its cell"
+        assert cell.y0 <= inner.y0 and inner.y1 <= cell.y1, f"{text.get_text()!r} is higher than its cell"
+    assert_apart(ax.get_xticklabels())
+    assert_apart(ax.get_yticklabels())
+    assert_inside_the_figure(ax.figure)
+
+
+def test_verdicts_of_one_kind_share_a_colour_and_differ_from_the_others() -> None:
+    ax = panel("plot_verdicts")
+    fig = ax.figure
+    fig.canvas.draw()
+    colours = ax.collections[0].get_facecolors()
+    words = verdicts().to_numpy().ravel()
+    by_word = {word: {tuple(c) for c, w in zip(colours, words, strict=True) if w == word} for word in WORDS}
+    assert all(len(found) == 1 for found in by_word.values())
+    assert len(set.union(*by_word.values())) == 4
+    assert set(WORDS) == set(plots.VERDICT_COLOURS)
+
+
+@pytest.mark.parametrize("name", ["plot_evidence", "plot_residuals", "plot_walk"])
+def test_labels_do_not_overlap(name: str) -> None:
+    ax = panel(name, (6.8, 4.5))
+    fig = ax.figure
+    fig.canvas.draw()
+    assert_apart(ax.get_yticklabels())
+    assert_apart([text for text in ax.get_xticklabels() if ax.bbox.padded(9).contains(*box(text).get_points()[0])])
+    assert_inside_the_figure(fig)
+
+
+def test_the_grid_has_a_row_per_metric_and_a_column_per_checkpoint() -> None:
+    graph, walk = "sink_mass", "edge_isometry"
+    measured = tuple(CHECKPOINTS)[:4]  # in full; of the others only T2 is checked
+    frame = pd.concat(
+        [
+            table((graph,), measured, "mean"),
+            table((graph,), measured, "norm").assign(value=99.0),
+            table((walk,), measured),
+            residuals(),
+        ]
+    )
+    fig = plots.depth_grid(frame, [graph, walk])
+    fig.canvas.draw()
+    axes = np.array(fig.axes).reshape(2, 4)
+    titles = [ax.get_title() for ax in axes[0]]
+    assert titles[:2] == ["minilm-l6\n(encoder)", "mpnet-base\n(encoder)"]  # encoders first
+    assert sorted(titles[2:]) == ["gemma3-270m\n(decoder)", "smollm2-135m\n(decoder)"]
+    assert [ax.get_ylabel() for ax in axes[:, 0]] == [plots.LABELS[graph], plots.LABELS[walk]]
+    assert "relative depth" in fig.get_supxlabel()
+    for ax in axes.flat:
+        (trained,) = (line for line in ax.lines if line.get_label() == "trained")
+        np.testing.assert_allclose(trained.get_ydata(), np.arange(LAYERS) + 1.0)  # mean gauge by default
+    (legend,) = fig.legends
+    assert [t.get_text() for t in legend.get_texts()] == ["trained", "Gaussian O, V", "random initialisation"]
+    assert_apart([ax.title for ax in axes[0]])
+    assert_inside_the_figure(fig)
+
+
+def test_the_grid_takes_the_checkpoints_and_the_gauge_it_is_given() -> None:
+    frame = pd.concat([table(("sink_mass",), gauge="mean"), table(("sink_mass",), gauge="norm").assign(value=5.0)])
+    fig = plots.depth_grid(frame, ["sink_mass"], gauge="norm", checkpoints=["gemma3-270m"])
+    (ax,) = fig.axes
+    (trained,) = (line for line in ax.lines if line.get_label() == "trained")
+    assert set(trained.get_ydata()) == {5.0}
+
+
+@pytest.mark.parametrize("module", [plots, style], ids=["plots", "style"])
+def test_plots_know_nothing_of_models(module: ModuleType) -> None:
+    allowed = {"matplotlib", "numpy", "pandas", "seaborn"} | set(sys.stdlib_module_names)
+    for node in ast.walk(ast.parse(inspect.getsource(module))):
+        if isinstance(node, ast.Import):
+            assert {alias.name.split(".")[0] for alias in node.names} <= allowed
+        elif isinstance(node, ast.ImportFrom) and node.module == "cwlib":
+            assert {alias.name for alias in node.names} == {"style"}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.module.split(".")[0] in allowed

@@ -1,0 +1,86 @@
+"""Trends over depth: known answers, intervals over passages, and the same numbers every time."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from cwlib.statistics import Trend, depth_trend
+
+
+def rows(values: np.ndarray | list, names: list[str] | None = None) -> pd.DataFrame:
+    """Rows of a study from one line of values per passage, shuffled."""
+    values = np.atleast_2d(values)
+    names = names or [f"passage {n}" for n in range(len(values))]
+    found = [(name, layer, v) for name, line in zip(names, values, strict=True) for layer, v in enumerate(line)]
+    return pd.DataFrame(found, columns=["passage", "layer", "value"]).sample(frac=1.0, random_state=0)
+
+
+RISING = np.arange(6.0) ** 3
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_monotone_quantity_has_a_trend_of_one_and_no_width(sign: int) -> None:
+    noise = np.random.default_rng(0).uniform(0, 0.4, (5, 6))  # less than the smallest step
+    assert depth_trend(rows(sign * (RISING + noise))) == Trend(float(sign), float(sign), float(sign), 5)
+
+
+@pytest.mark.parametrize(
+    ("values", "rho"),
+    [
+        ([1, 3, 2, 4], 0.8),  # 1 - 6 sum d^2 / n (n^2 - 1)
+        ([4, 3, 2, 1], -1.0),
+        ([2, 1, 4, 3, 5], 0.8),
+        ([1, 2, 2], 3**0.5 / 2),  # a tie: Pearson's correlation of the ranks 1, 2.5, 2.5
+    ],
+)
+def test_the_trend_is_spearmans(values: list, rho: float) -> None:
+    trend = depth_trend(rows(values, ["-"]))
+    assert trend.rho == pytest.approx(rho)
+    assert (trend.low, trend.high, trend.passages) == (trend.rho, trend.rho, 0)  # weights only: nothing to resample
+
+
+def test_the_trend_is_that_of_the_mean_over_passages() -> None:
+    # each passage alone has the correlation 0.8, their mean rises throughout
+    assert depth_trend(rows([[1, 3, 2, 4], [2, 1, 4, 3.5]])).rho == pytest.approx(1.0)
+
+
+def test_the_interval_over_two_opposite_passages_is_known() -> None:
+    # resamples draw both, or one of them twice, each of these with probability 1/4
+    trend = depth_trend(rows([RISING, -2 * RISING]))
+    assert trend == Trend(-1.0, -1.0, 1.0, 2)
+
+
+def test_the_interval_of_noise_covers_zero() -> None:
+    noise = np.random.default_rng(3).normal(size=(12, 10))
+    trend = depth_trend(rows(noise))
+    assert trend.low < -0.2 < 0.2 < trend.high
+    assert trend.low <= trend.rho <= trend.high
+
+
+def test_the_interval_narrows_as_passages_agree() -> None:
+    noise = np.random.default_rng(1).normal(size=(8, 6))
+    widths = [(t := depth_trend(rows(np.arange(6.0) + scale * noise))).high - t.low for scale in (0.5, 2.0, 8.0)]
+    assert widths == sorted(widths) and widths[0] < widths[-1]
+
+
+def test_the_same_seed_gives_the_same_interval_and_touches_no_global_state() -> None:
+    table = rows(np.random.default_rng(2).normal(size=(5, 7)))
+    before = np.random.get_state()[1].copy()
+    first = depth_trend(table, seed=1)
+    assert np.array_equal(np.random.get_state()[1], before)
+    assert depth_trend(table.iloc[::-1], seed=1) == first
+    others = [depth_trend(table, seed=seed) for seed in range(2, 5)]
+    assert any((other.low, other.high) != (first.low, first.high) for other in others)
+    assert {other.rho for other in others} == {first.rho}
+
+
+def test_too_few_layers_are_refused() -> None:
+    with pytest.raises(ValueError, match="rows: expected at least three layers for a trend over depth, got 2"):
+        depth_trend(rows([[1, 2], [2, 3]]))
+
+
+def test_a_gap_is_refused() -> None:
+    table = rows([RISING, RISING])
+    broken = table[~((table["passage"] == "passage 1") & (table["layer"] == 2))]
+    with pytest.raises(ValueError, match="rows: expected every passage to have every layer, got 1 gaps"):
+        depth_trend(broken)

@@ -1,0 +1,511 @@
+"""The table is complete, reproducible, and never computed twice, whatever interrupts it."""
+
+import itertools
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import jaxtyping
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from scipy.sparse.linalg import svds
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+import cwlib
+from cwlib import cells, study
+from cwlib.cells import Cell
+from cwlib.checkpoints import initialise, tiny_checkpoint
+from cwlib.corpus import Passage
+from cwlib.metrics import METRICS
+from cwlib.synthetic import gaussian_transports
+
+TEXTS = (
+    Passage("first", "two short sentences", "A short text, of two lines. It is here."),
+    Passage("second", "numbers", "Another one: 1, 2, 3; then 4 and 5!!"),
+)
+FULL, EXACTNESS = ("tiny-bert", "tiny-llama"), ("tiny-gpt2",)
+LAYERS, HEADS = 3, 4
+GRAPH = {"depth_step", "spectral_step", "reversibility_defect", "spectral_gap", "entropy_rate", "sink_mass"}
+STEPS = {"depth_step", "spectral_step", "operator_cosine"}  # not defined at the first layer
+WEIGHTS_ONLY = {"head_isometry", "sum_isometry", "symmetry", "identity_alignment"}
+ON_TEXT = {"schmidt_participation", "single_walk_error", "edge_isometry", "holonomy_defect"}
+ON_TEXT |= {"norm_cv", "angle_correlation", "operator_cosine"}
+KEYS = ["checkpoint", "source", "seed", "passage", "layer", "metric", "gauge"]
+FILES = ("study.csv", "cells.csv", "glossary.csv")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of its own for each test."""
+    monkeypatch.setenv("CWLIB_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "study"
+
+
+def run(folder: Path | None, profile: str | tuple = "smoke", texts: tuple = TEXTS, **options: object) -> pd.DataFrame:
+    return study.run(profile, folder=folder, texts=texts, progress=False, **options)
+
+
+def small(folder: Path | None, **options: object) -> pd.DataFrame:
+    """A part of the smoke study: one checkpoint, one text."""
+    return run(folder, **{"profile": ("tiny-bert",), "texts": TEXTS[:1], **options})
+
+
+SMALL_CELLS = 10  # trained, Gaussian and three initialised sets of weights: alone, and on the text
+
+
+@dataclass(frozen=True)
+class Smoke:
+    table: pd.DataFrame
+    folder: Path
+    cache: Path
+
+
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory: pytest.TempPathFactory) -> Smoke:
+    """One smoke study for all tests, with what it left; they copy it and change their copy."""
+    folder, cache = (tmp_path_factory.mktemp(name) for name in ("data", "cache"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CWLIB_CACHE", str(cache))
+        return Smoke(run(folder), folder, cache / "study")
+
+
+@pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the tests' type checks, which the smoke study has passed already, runs take a fraction of the time."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+
+
+@pytest.fixture
+def warm(smoke: Smoke, cache: Path) -> Path:
+    """A cache in which all cells of the smoke study are."""
+    return shutil.copytree(smoke.cache, cache)
+
+
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch, unchecked: None) -> list[Cell]:
+    """The cells that a run computes, as they are computed."""
+    done = []
+    evaluate = study.evaluate
+
+    def counting(cell: Cell, *rest: object) -> pd.DataFrame:
+        done.append(cell)
+        return evaluate(cell, *rest)
+
+    monkeypatch.setattr(study, "evaluate", counting)
+    return done
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {file: (folder / file).read_bytes() for file in FILES}
+
+
+def assert_equal(left: pd.DataFrame, right: pd.DataFrame) -> None:
+    pd.testing.assert_frame_equal(left, right, check_exact=True)
+
+
+def assert_close(left: pd.DataFrame, right: pd.DataFrame) -> None:
+    assert list(left[KEYS].itertuples(index=False)) == list(right[KEYS].itertuples(index=False))
+    np.testing.assert_allclose(left["value"], right["value"], rtol=1e-5)
+
+
+# --- what is in the table -----------------------------------------------------------------------------------------
+
+
+def expected_rows() -> Iterator[tuple]:
+    for name, (source, seed) in itertools.product(
+        FULL, [("trained", 0), ("gaussian", 0), ("init", 0), ("init", 1), ("init", 2)]
+    ):
+        for layer in range(LAYERS):
+            for metric in WEIGHTS_ONLY:
+                yield name, source, seed, "-", layer, metric, ""
+            for text in TEXTS:
+                gauges = ("norm",) if source == "gaussian" else ("mean", "norm")  # the null keeps the attention
+                found = [(m, g) for m in GRAPH for g in gauges] + [(m, "") for m in ON_TEXT]
+                if source == "trained":
+                    found.append(("t2_residual", ""))
+                for metric, gauge in found:
+                    if layer > 0 or metric not in STEPS:
+                        yield name, source, seed, text.name, layer, metric, gauge
+    for name, text, layer in itertools.product(EXACTNESS, TEXTS, range(LAYERS)):
+        yield name, "trained", 0, text.name, layer, "t2_residual", ""
+
+
+def test_the_table_holds_each_expected_row_once_in_order(smoke: Smoke) -> None:
+    table = smoke.table
+    assert list(table.columns) == [*KEYS, "value"]
+    assert list(table[KEYS].itertuples(index=False, name=None)) == sorted(expected_rows())
+    assert np.isfinite(table["value"]).all()
+
+
+def in_range(value: float, bounds: str) -> bool:
+    """Whether a value lies where the glossary says, as in "(0, 1]"; H heads, at most n tokens of one byte each."""
+    if bounds == ">= 0":
+        return value >= 0
+    longest = max(len(text.text) for text in TEXTS)
+    ends = bounds.removesuffix(" nats").replace("log n", str(math.log(longest))).replace("H", str(HEADS))
+    low, high = map(float, ends[1:-1].split(", "))
+    slack = 1e-12  # rounding may cross a closed end
+    above = value > low if ends[0] == "(" else value >= low - slack
+    return above and (value < high if ends[-1] == ")" else value <= high + slack)
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_values_lie_in_the_range_that_the_glossary_gives(smoke: Smoke, name: str) -> None:
+    values = smoke.table.loc[smoke.table["metric"] == name, "value"]
+    assert values.nunique() > 1
+    assert all(in_range(value, METRICS[name].range) for value in values)
+    assert not in_range(float("nan"), METRICS[name].range)
+
+
+def test_the_t2_residual_is_at_rounding(smoke: Smoke) -> None:
+    table = smoke.table
+    assert table.loc[table["metric"] == "t2_residual", "value"].max() <= 1e-5
+
+
+def test_values_are_those_of_the_metrics_on_the_captured_layers(smoke: Smoke) -> None:
+    table = smoke.table.set_index(KEYS)["value"]
+    weights = {
+        ("trained", 0): tiny_checkpoint("llama"),
+        ("init", 2): initialise(tiny_checkpoint("llama"), 2),
+    }
+    for (source, seed), checkpoint in weights.items():
+        for layer in cwlib.layers(checkpoint, TEXTS[1].text):
+            for name, gauge in itertools.product(METRICS, ("mean", "norm")):
+                passage = "-" if name in WEIGHTS_ONLY else TEXTS[1].name
+                key = ("tiny-llama", source, seed, passage, layer.index, name, gauge if name in GRAPH else "")
+                if key in table.index and (name in GRAPH or gauge == "mean"):
+                    assert table[key] == cwlib.measure(layer, [name], gauge)[name]
+
+
+def test_the_gaussian_null_keeps_the_attention_and_nothing_else(smoke: Smoke) -> None:
+    table = smoke.table.set_index(KEYS)["value"]
+    dense, attention = [], []
+    for layer in cwlib.layers(tiny_checkpoint("llama"), TEXTS[0].text):
+        null = gaussian_transports(layer.walk.transports, seed=layer.index)
+        assert null.value.shape == layer.walk.value.shape
+        value = null.value.repeat_interleave(2, 0).numpy()  # two query heads share a value head
+        dense.append(np.einsum("hda,hae->hde", null.output.numpy(), value))
+        attention.append(layer.walk.attention.double().numpy())
+
+    def operator(layer: int) -> np.ndarray:
+        """K as the n^2 x d^2 matrix whose rows are the vectorised blocks."""
+        return attention[layer].reshape(HEADS, -1).T @ dense[layer].reshape(HEADS, -1)
+
+    def found(layer: int, metric: str, gauge: str = "", passage: str = TEXTS[0].name) -> float:
+        return table["tiny-llama", "gaussian", 0, passage, layer, metric, gauge]
+
+    for layer in range(LAYERS):
+        k = operator(layer)
+        squares = svds(k, HEADS, return_singular_vectors=False) ** 2
+        assert found(layer, "schmidt_participation") == pytest.approx(squares.sum() ** 2 / (squares**2).sum(), rel=1e-9)
+        total = dense[layer].sum(0)
+        alignment = np.trace(total) / (np.sqrt(len(total)) * np.linalg.norm(total))
+        assert found(layer, "identity_alignment", passage="-") == pytest.approx(alignment, rel=1e-9)
+        if layer:
+            before = operator(layer - 1)
+            cosine = (before * k).sum() / (np.linalg.norm(before) * np.linalg.norm(k))
+            assert found(layer, "operator_cosine") == pytest.approx(cosine, rel=1e-9)
+            flows = []
+            for n in (layer - 1, layer):
+                flow = np.linalg.norm(operator(n), axis=1).reshape(attention[n].shape[1:])
+                flows.append(flow / flow.sum(1, keepdims=True))
+            step = np.abs(flows[1] - flows[0]).sum(1).mean() / 2
+            assert found(layer, "depth_step", "norm") == pytest.approx(step, rel=1e-9)
+
+
+def test_the_columns_say_where_each_cell_came_from(smoke: Smoke) -> None:
+    origin = pd.read_csv(smoke.folder / "cells.csv", keep_default_na=False)
+    identity = ["checkpoint", "source", "seed", "passage"]
+    assert set(origin[identity].itertuples(index=False, name=None)) == {row[:4] for row in expected_rows()}
+    assert origin["key"].is_unique and not origin.duplicated(identity).any()
+    assert set(origin["kind"]) == {"encoder", "decoder"}
+    assert set(origin["dtype"]) == set(origin["stored_as"]) == {"float32"}
+    sha = {name: tiny_checkpoint(name.removeprefix("tiny-")).sha256 for name in (*FULL, *EXACTNESS)}
+    assert dict(zip(origin["checkpoint"], origin["sha256"], strict=True)) == sha
+    assert set(origin["torch"]) == {torch.__version__.split("+")[0]}
+
+
+def test_the_glossary_explains_every_metric_and_column(smoke: Smoke) -> None:
+    glossary = pd.read_csv(smoke.folder / "glossary.csv", keep_default_na=False)
+    assert glossary["name"].is_unique
+    assert set(METRICS) <= set(glossary["name"])
+    assert set(smoke.table.columns) <= set(glossary["name"])
+    assert (glossary["meaning"].str.len() > 20).all()
+
+
+def test_load_adds_kind_and_depth(smoke: Smoke) -> None:
+    table, folder = smoke.table, smoke.folder
+    loaded = study.load(folder)
+    assert list(loaded.columns) == [*table.columns, "kind", "depth"]
+    assert_close(loaded, table)
+    kinds = dict(zip(loaded["checkpoint"], loaded["kind"], strict=True))
+    assert kinds == {"tiny-bert": "encoder", "tiny-llama": "decoder", "tiny-gpt2": "decoder"}
+    assert (loaded["depth"] == loaded["layer"] / 2).all()
+
+
+def test_load_of_a_folder_without_a_study_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"folder: expected study\.csv and cells\.csv in .*run cwlib\.study\.run"):
+        study.load(tmp_path)
+
+
+# --- nothing is computed twice ------------------------------------------------------------------------------------
+
+
+def test_a_second_run_computes_nothing_and_leaves_the_files_alone(tmp_path: Path, computed: list) -> None:
+    first = small(tmp_path)
+    before = content(tmp_path)
+    assert len(computed) == SMALL_CELLS
+    small(tmp_path)
+    assert content(tmp_path) == before
+    assert_equal(small(None), first)  # from the cache
+    assert len(computed) == SMALL_CELLS
+
+
+def test_committed_rows_are_reused_without_the_cache(smoke: Smoke, tmp_path: Path, cache: Path, computed: list) -> None:
+    folder = shutil.copytree(smoke.folder, tmp_path / "data")
+    assert not cache.exists()
+    table = run(folder)
+    assert computed == []
+    assert content(folder) == content(smoke.folder)
+    assert_close(table, smoke.table)  # the file keeps six digits
+
+
+@pytest.mark.parametrize("stop", [3, SMALL_CELLS - 1])
+def test_an_interrupted_run_resumes_with_the_missing_cells_only(
+    stop: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm: Path, computed: list
+) -> None:
+    right = small(tmp_path / "uninterrupted")
+    assert computed == []
+    monkeypatch.setenv("CWLIB_CACHE", str(tmp_path / "another cache"))
+    counting = study.evaluate
+
+    def dying(cell: Cell, *rest: object) -> pd.DataFrame:
+        if len(computed) == stop:
+            raise KeyboardInterrupt
+        return counting(cell, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(study, "evaluate", dying)
+        with pytest.raises(KeyboardInterrupt):
+            small(tmp_path / "interrupted")
+    assert len(computed) == stop
+    assert_equal(small(tmp_path / "interrupted"), right)
+    assert len(computed) == len({cell.key for cell in computed}) == SMALL_CELLS
+    assert content(tmp_path / "interrupted") == content(tmp_path / "uninterrupted")
+
+
+def test_fresh_computes_every_cell_again_to_the_last_bit(tmp_path: Path, warm: Path, computed: list) -> None:
+    first = small(tmp_path)
+    before = content(tmp_path)
+    assert computed == []
+    assert_equal(small(tmp_path, fresh=True), first)
+    assert len(computed) == SMALL_CELLS
+    assert content(tmp_path) == before
+
+
+@pytest.mark.parametrize(("metric", "count"), [("symmetry", 5), ("entropy_rate", 5), ("t2_residual", 1)])
+def test_a_new_version_of_a_metric_computes_its_cells_again(
+    metric: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm: Path, computed: list
+) -> None:
+    before = small(tmp_path)
+    changed = replace(METRICS[metric], version=2, compute=lambda _layer, _gauge: 0.25)
+    monkeypatch.setitem(METRICS, metric, changed)
+    after = small(tmp_path)
+    assert len(computed) == count
+    assert all(metric in cell.metrics for cell in computed)
+    mine = after["metric"] == metric
+    assert mine.any() and (after.loc[mine, "value"] == 0.25).all()
+    assert_close(after[~mine], before[before["metric"] != metric])
+
+
+def test_a_changed_text_is_measured_again(tmp_path: Path, warm: Path, computed: list) -> None:
+    small(tmp_path)
+    edited = replace(TEXTS[0], text=TEXTS[0].text + " More.")
+    table = small(tmp_path, texts=(edited,))
+    assert [cell.passage for cell in computed] == [edited] * 5
+    assert not table.duplicated(KEYS).any()
+    layer = next(iter(cwlib.layers(tiny_checkpoint("bert"), edited.text)))
+    key = "tiny-bert", "trained", 0, edited.name, 0, "entropy_rate", "mean"
+    assert table.set_index(KEYS)["value"][key] == cwlib.measure(layer, ["entropy_rate"])["entropy_rate"]
+
+
+@pytest.mark.parametrize("kept", ["cache", "folder"])
+def test_names_follow_the_corpus_though_rows_are_kept_by_content(
+    kept: str, tmp_path: Path, warm: Path, computed: list
+) -> None:
+    folder = tmp_path / "data" if kept == "folder" else None
+    small(folder)
+    table = small(folder, texts=(replace(TEXTS[0], name="renamed"),))
+    assert set(table["passage"]) == {"-", "renamed"}
+    assert computed == []
+
+
+def test_one_text_under_two_names_is_measured_under_both(warm: Path) -> None:
+    twice = (TEXTS[0], replace(TEXTS[0], name="copy"))
+    table = small(None, texts=twice)
+    assert not table.duplicated(KEYS).any()
+    a, b = (table.loc[table["passage"] == text.name, "value"].tolist() for text in twice)
+    assert a == b and len(a) > 0
+
+
+def test_a_checkpoint_named_twice_is_measured_once(warm: Path) -> None:
+    assert_equal(small(None, profile=("tiny-bert", "tiny-bert")), small(None))
+
+
+# --- damage -------------------------------------------------------------------------------------------------------
+
+
+def test_half_written_files_do_not_matter(tmp_path: Path, warm: Path, smoke: Smoke, computed: list) -> None:
+    finished = sorted(warm.glob("*.parquet"))
+    for path in (*finished, *warm.glob("*.json")):
+        (warm / f".{path.name}.4711").write_bytes(b"half")
+    finished[0].unlink()
+    for file in FILES:
+        (tmp_path / f".{file}.4711").write_bytes(b"half")
+    assert_equal(run(tmp_path), smoke.table)
+    assert content(tmp_path) == content(smoke.folder)
+    assert [cell.key for cell in computed] == [finished[0].stem]
+
+
+def truncate(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2 + 7])
+
+
+def drop_rows(path: Path) -> None:
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-20]))
+
+
+def garble(path: Path) -> None:
+    path.write_bytes(b"\xff\xfe\x00garbled" * 40)
+
+
+def other_text(path: Path) -> None:
+    path.write_text("hello,\nworld,\n")
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def remove(path: Path) -> None:
+    path.unlink()
+
+
+def assert_repaired_or_explained(attempt: Callable[[], pd.DataFrame], right: pd.DataFrame, path: Path) -> None:
+    """Damage may be repaired, or refused by an error that names the file; it may not pass unnoticed."""
+    try:
+        table = attempt()
+    except (ValueError, RuntimeError) as error:
+        assert path.name in str(error)
+    else:
+        assert_close(table, right)
+
+
+@pytest.mark.parametrize("damage", [truncate, drop_rows, garble, other_text, empty, remove])
+@pytest.mark.parametrize("file", ["study.csv", "cells.csv"])
+def test_damaged_tables_are_repaired_or_named(
+    file: str, damage: Callable, smoke: Smoke, warm: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(smoke.folder, tmp_path / "data")
+    damage(folder / file)
+    assert_repaired_or_explained(lambda: run(folder), smoke.table, folder / file)
+
+
+@pytest.mark.parametrize("damage", [truncate, garble, empty, remove])
+@pytest.mark.parametrize("suffix", [".parquet", ".json"])
+def test_damaged_cells_of_the_cache_are_computed_again_or_named(
+    suffix: str, damage: Callable, smoke: Smoke, warm: Path
+) -> None:
+    victim = min(warm.glob(f"*{suffix}"))
+    damage(victim)
+    assert_repaired_or_explained(lambda: run(None), smoke.table, victim)
+
+
+def test_a_failed_write_leaves_the_earlier_tables_whole(
+    tmp_path: Path, warm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small(tmp_path)
+    before = content(tmp_path)
+
+    def refuse(*_: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(OSError, match="disk full"):
+        small(tmp_path)
+    assert content(tmp_path) == before
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == sorted(FILES)
+
+
+# --- what can be asked for ----------------------------------------------------------------------------------------
+
+
+def test_an_unknown_profile_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"profile: expected one of smoke, wheels.* got 'nope'"):
+        study.run("nope")
+
+
+def test_a_string_for_one_checkpoint_is_refused_with_the_remedy() -> None:
+    with pytest.raises(ValueError, match=r"for one checkpoint write \['minilm-l6'\]"):
+        study.run("minilm-l6")
+
+
+def test_an_unknown_checkpoint_is_refused_before_anything_is_computed(computed: list) -> None:
+    with pytest.raises(ValueError, match="unknown name 'nope'"):
+        small(None, profile=("tiny-bert", "nope"))
+    assert computed == []
+
+
+def test_a_hub_organisation_called_tiny_is_no_tiny_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def opened(name: str, **_: object) -> cwlib.Checkpoint:
+        asked.append(name)
+        return tiny_checkpoint("bert")
+
+    monkeypatch.setattr(cells, "open_checkpoint", opened)
+    cells.plan(("tiny-random/bert",), texts=TEXTS)
+    assert asked == ["tiny-random/bert"]
+
+
+def test_the_smoke_profile_takes_the_built_in_corpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    def accept(cell: Cell, checkpoint: cwlib.Checkpoint, *_: object) -> pd.DataFrame:
+        if cell.passage is not None:
+            cwlib.layers(checkpoint, cell.passage.text)  # raises if the text does not fit
+        return pd.DataFrame([(cell.checkpoint, cell.source, cell.seed, cell.passage_name, 0, "metric", "", 0.0)])
+
+    monkeypatch.setattr(study, "evaluate", lambda *given: accept(*given).set_axis([*KEYS, "value"], axis=1))
+    table = study.run("smoke", progress=False)
+    assert len(set(table["passage"]) - {"-"}) >= 2
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Path:
+    """A checkpoint of the user's own, in the hub's layout, with a tokenizer of words."""
+    folder = tmp_path / "mine"
+    tiny_checkpoint("llama", seed=5).model.save_pretrained(folder)
+    words = sorted({word for text in TEXTS for word in text.text.split()})
+    vocabulary = {"[UNK]": 0} | {word: n for n, word in enumerate(words, 3)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]").save_pretrained(folder)
+    return folder
+
+
+def test_a_local_folder_is_a_checkpoint(local: Path, tmp_path: Path, computed: list) -> None:
+    table = small(tmp_path / "data", profile=(str(local),))
+    assert set(table["checkpoint"]) == {str(local)}
+    assert set(table["source"]) == {"trained", "gaussian", "init"}
+    assert table.loc[table["metric"] == "t2_residual", "value"].max() <= 1e-5
+    assert set(study.load(tmp_path / "data")["kind"]) == {"decoder"}
+    moved = local.rename(local.with_name("moved"))
+    again = small(None, profile=(str(moved),))
+    assert len(computed) == SMALL_CELLS  # the same weights, under another name
+    assert set(again["checkpoint"]) == {str(moved)}
