@@ -26,7 +26,7 @@ LIVE := minilm-l6 smollm2-135m
 
 figures: $(INSTALLED) ## Run the notebooks that are not current, rewrite figures/ (FRESH=1: all; UPDATE=1: keep outputs)
 	$(PY) -m cwlib checkpoints fetch $(LIVE)
-	$(PY) -m cwlib.chain $(if $(FRESH),--fresh) $(if $(UPDATE),--update)
+	$(PY) -m cwlib.chain $(if $(filter-out 0 no false,$(FRESH)),--fresh) $(if $(filter-out 0 no false,$(UPDATE)),--update)
 
 test: $(INSTALLED) ## Run the unit tests, then compare every notebook with its committed outputs
 	$(PY) -m pytest
@@ -38,7 +38,7 @@ test: $(INSTALLED) ## Run the unit tests, then compare every notebook with its c
 		$(PY) -m pytest --nbval --nbval-current-env notebooks/*.ipynb
 
 study: $(INSTALLED) ## Compute figures/data from the checkpoints (PROFILE=wheels|smoke, DEVICE=cuda, FRESH=1: all rows)
-	OMP_NUM_THREADS=1 $(PY) -m cwlib study --profile $(PROFILE) $(if $(DEVICE),--device $(DEVICE)) $(if $(FRESH),--fresh)
+	OMP_NUM_THREADS=1 $(PY) -m cwlib study --profile $(PROFILE) $(if $(DEVICE),--device $(DEVICE)) $(if $(filter-out 0 no false,$(FRESH)),--fresh)
 
 lab: $(INSTALLED) ## Open the notebooks in JupyterLab
 	$(PY) -m jupyterlab --notebook-dir=notebooks

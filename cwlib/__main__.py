@@ -96,7 +96,8 @@ def _clean_errors() -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError, CheckpointError) as error:
-        typer.echo(f"error: {error}", err=True)
+        hint = "; what was computed is kept: mend this and run again" if isinstance(error, OSError) else ""
+        typer.echo(f"error: {error}{hint}", err=True)
         raise typer.Exit(1) from error
 
 

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from dataclasses import field as dataclass_field
 from typing import Any
 
 import torch
@@ -42,9 +43,9 @@ class LayerWalk:
 
     index: int
     walk: ConnectionWalk
-    field: Field
-    output: Section
-    _previous: "weakref.ref[LayerWalk] | None" = None
+    field: Field = dataclass_field(repr=False)
+    output: Section = dataclass_field(repr=False)
+    _previous: "weakref.ref[LayerWalk] | None" = dataclass_field(default=None, repr=False)
 
     @property
     def previous(self) -> "LayerWalk | None":
@@ -233,6 +234,11 @@ def layers(
     if model.training:
         raise ValueError("checkpoint: expected a model in evaluation mode, got training mode; call model.eval()")
     found = attention_layers(model) if attention is None else attention
+    modules = dict(model.named_modules())
+    if [entry.index for entry in found] != list(range(len(found))) or not found:
+        raise ValueError("attention: expected all layers of attention_layers(checkpoint.model) in order, got others")
+    if any(modules.get(entry.path) is not entry.module for entry in found):
+        raise ValueError("attention: expected the layers of this model, got another's; pass attention_layers(model)")
     return _stream(model, found, token_ids(checkpoint, text))
 
 

@@ -18,10 +18,10 @@ from cwlib.cores import HeadTransports
 from cwlib.corpus import Passage
 from cwlib.metrics import METRICS, Layer
 from cwlib.metrics_transport import TRIANGLES
+from cwlib.statistics import WEIGHTS
 from cwlib.synthetic import gaussian_transports
 from cwlib.walk import ConnectionWalk
 
-WEIGHTS = "-"  #: in the passage column: the row depends on weights only
 INIT_SEEDS = (0, 1, 2)  #: seeds of the random-initialisation null
 GAUSSIAN_SEEDS = (0,)
 NULL_PASSAGES = 4  #: passages on which nulls are measured, spread evenly over the corpus
@@ -41,6 +41,7 @@ class Cell:
     passage: Passage | None  # None: weights only
     metrics: tuple[str, ...]
     dtype: str = "float32"
+    setup: str = ""  # hash of configuration and tokenizer, where the catalogue does not fix them
 
     @property
     def passage_name(self) -> str:
@@ -58,7 +59,7 @@ class Cell:
             self.dtype,
             [(name, METRICS[name].version) for name in self.metrics],
             TRIANGLES,
-        ]
+        ] + ([self.setup] if self.setup else [])
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:20]
 
 
@@ -77,9 +78,19 @@ def open_weights(name: str, device: str, dtype: str) -> Checkpoint:
     return open_checkpoint(name, device=device, dtype=dtype)
 
 
-def _sha256(name: str, device: str, dtype: str) -> str:
+def _identity(name: str, device: str, dtype: str) -> tuple[str, str]:
+    """The sha256 of a checkpoint's weights, and a hash of its configuration and tokenizer."""
     # Catalogue entries are addressed without opening them, so that a current table needs no download.
-    return CATALOGUE[name].sha256 if name in CATALOGUE else open_weights(name, device, dtype).sha256
+    if name in CATALOGUE:
+        return CATALOGUE[name].sha256, ""
+    opened = open_weights(name, device, dtype)
+    # What the weights mean depends on the configuration, and which tokens they see on the tokenizer.
+    config = opened.model.config.to_dict()
+    for incidental in ("_name_or_path", "transformers_version"):
+        config.pop(incidental, None)
+    backend = getattr(opened.tokenizer, "backend_tokenizer", None)
+    content = [json.dumps(config, sort_keys=True, default=str), backend.to_str() if backend else ""]
+    return opened.sha256, hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 def _spread(items: Sequence[Passage], count: int) -> list[Passage]:
@@ -109,18 +120,18 @@ def plan(
     null_texts = _spread(texts, NULL_PASSAGES)
     cells = []
     for name in full:
-        sha = _sha256(name, device, "float32")
+        sha, setup = _identity(name, device, "float32")
         variants = [("trained", 0, texts, on_text)]
         nulls = tuple(n for n in on_text if n != "t2_residual")
         variants += [("gaussian", seed, null_texts, nulls) for seed in GAUSSIAN_SEEDS]
         variants += [("init", seed, null_texts, nulls) for seed in INIT_SEEDS]
         for source, seed, chosen, names in variants:
-            cells.append(Cell(name, sha, source, seed, None, on_weights))
-            cells += [Cell(name, sha, source, seed, passage, names) for passage in chosen]
+            cells.append(Cell(name, sha, source, seed, None, on_weights, setup=setup))
+            cells += [Cell(name, sha, source, seed, passage, names, setup=setup) for passage in chosen]
     for name in exactness:
-        sha = _sha256(name, device, "float32")
+        sha, setup = _identity(name, device, "float32")
         chosen = _spread(texts, EXACTNESS_PASSAGES)
-        cells += [Cell(name, sha, "trained", 0, passage, ("t2_residual",)) for passage in chosen]
+        cells += [Cell(name, sha, "trained", 0, passage, ("t2_residual",), setup=setup) for passage in chosen]
     return cells
 
 

@@ -71,7 +71,11 @@ class Chain:
 
     def __post_init__(self) -> None:
         path = self.build / "stamps.json"
-        state = json.loads(path.read_text()) if path.exists() else {"stamps": {}, "writers": {}}
+        try:
+            state = json.loads(path.read_text())
+            state["stamps"], state["writers"]
+        except (OSError, ValueError, KeyError, TypeError):  # none yet, or damaged: then nothing is current
+            state = {"stamps": {}, "writers": {}}
         self.stamps, self.writers = state["stamps"], state["writers"]
 
     @cached_property

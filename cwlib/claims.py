@@ -22,7 +22,7 @@ import pandas as pd
 from scipy.stats import linregress
 from scipy.stats import t as student_t
 
-from cwlib.statistics import Trend, depth_trend
+from cwlib.statistics import Trend, depth_trend, early_and_late
 
 SUPPORTED, MIXED, NOT_SUPPORTED, NOT_TESTABLE = "supported", "mixed", "not supported", "not testable here"
 MINIMUM_MODELS = 3  #: checkpoints of one kind without which a trend over scale is not tested
@@ -82,12 +82,6 @@ def _select(table: pd.DataFrame, checkpoint: str, evidence: Evidence, source: st
     ]
 
 
-def _deep_mean(rows: pd.DataFrame) -> float:
-    """Mean over the last third of the layers."""
-    layers = sorted(rows["layer"].unique())
-    return float(rows[rows["layer"].isin(layers[-max(1, len(layers) // 3) :])]["value"].mean())
-
-
 def judge(trend: Trend, null_trends: Iterable[float], deep: float, null_deep: Iterable[float], direction: int) -> str:
     """Apply the rule of C1 and C2 to one metric of one checkpoint.
 
@@ -102,6 +96,8 @@ def judge(trend: Trend, null_trends: Iterable[float], deep: float, null_deep: It
     direction : int
         +1 if the claim says that the quantity grows, -1 if it falls.
     """
+    if trend.passages == 1:
+        return NOT_TESTABLE
     edge = trend.low if direction > 0 else trend.high
     if not direction * edge > 0:
         return NOT_SUPPORTED
@@ -152,7 +148,7 @@ def _line(table: pd.DataFrame, claim: Claim, checkpoint: str, evidence: Evidence
     nulls = [*initial.groupby("seed"), *gaussian.groupby("seed")] if claim.beyond_nulls else []
     # Like with like: nulls are measured on some of the passages.
     shared = rows[rows["passage"].isin(initial["passage"].unique())]
-    deep, null_deep = _deep_mean(shared), [_deep_mean(group) for _, group in nulls]
+    deep, null_deep = early_and_late(shared)[1], [early_and_late(group)[1] for _, group in nulls]
     return {
         "claim": claim.id,
         "checkpoint": checkpoint,

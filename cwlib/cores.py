@@ -24,7 +24,7 @@ from cwlib.validation import require_finite
 HeadCores = Float[Tensor, "head other d_head d_other"]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class HeadTransports:
     r"""The transports :math:`T_h = O_h V_h` of one layer, factored (the field's "OV circuits").
 
@@ -52,9 +52,9 @@ class HeadTransports:
         require_finite("value", self.value, 3, "kv_head, d_head, d_model")
         require_finite("output", self.output, 3, "head, d_model, d_head")
         heads, d_model, d_head = self.output.shape
-        if self.groups < 1 or self.value.shape[0] * self.groups != heads:
+        if not isinstance(self.groups, int) or self.groups < 1 or self.value.shape[0] * self.groups != heads:
             raise ValueError(
-                f"value: expected {heads} heads / groups={self.groups} to match output's {heads} heads, got "
+                f"value: expected {heads} heads / groups={self.groups!r} to match output's {heads} heads, got "
                 f"{self.value.shape[0]}; for grouped-query attention pass groups = query heads per value head"
             )
         if tuple(self.value.shape[1:]) != (d_head, d_model):
@@ -63,6 +63,9 @@ class HeadTransports:
                 f"match output's (head, d_model, d_head) = {tuple(self.output.shape)}, got {tuple(self.value.shape)}; "
                 "a weight stored as (d_model, d_head) needs .transpose(-1, -2)"
             )
+
+    def __repr__(self) -> str:
+        return f"HeadTransports(heads={self.heads}, d_model={self.d_model}, d_head={self.d_head}, groups={self.groups})"
 
     @property
     def heads(self) -> int:

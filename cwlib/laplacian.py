@@ -59,14 +59,17 @@ def stationary_measure(matrix: Walk) -> Measure:
             f"matrix: expected an irreducible square walk, got shape {tuple(matrix.shape)} with more than one "
             "communicating class (causal walks are absorbed by token 0, T5); use uniform_measure and say so"
         )
-    tokens = matrix.shape[0]
-    # (W^T - I) pi = 0 with its last, redundant equation replaced by sum pi = 1.
-    system = matrix.to(torch.float64).T - torch.eye(tokens, dtype=torch.float64, device=matrix.device)
-    system[-1] = 1.0
-    right = torch.zeros(tokens, dtype=torch.float64, device=matrix.device)
-    right[-1] = 1.0
-    measure = torch.linalg.solve(system, right).clamp_min(0)
-    return measure / measure.sum()
+    # Elimination of states without subtraction (Grassmann, Taksar, Heyman 1985): every entry keeps its relative
+    # accuracy, also where parts of the walk are linked by tiny weights only.
+    rest = matrix.to(torch.float64).cpu().numpy().copy()
+    tokens = len(rest)
+    for last in range(tokens - 1, 0, -1):
+        rest[:last, last] /= rest[last, :last].sum()
+        rest[:last, :last] += np.outer(rest[:last, last], rest[last, :last])
+    measure = np.ones(tokens)
+    for token in range(1, tokens):
+        measure[token] = measure[:token] @ rest[:token, token]
+    return torch.from_numpy(measure / measure.sum()).to(matrix.device)
 
 
 def is_irreducible(matrix: Walk) -> bool:

@@ -83,8 +83,9 @@ class Metric:
 
 
 def _line(function: Callable) -> str:
-    # the docstring's first line, its mathematics marked as Markdown and notebooks have it
-    return re.sub(r":math:`([^`]*)`", r"$\1$", (function.__doc__ or "").split("\n\n")[0].strip()).replace("``", "`")
+    # the docstring's first paragraph, its mathematics marked as Markdown and notebooks have it
+    first = " ".join((function.__doc__ or "").split("\n\n")[0].split())
+    return re.sub(r":math:`([^`]*)`", r"$\1$", first).replace("``", "`")
 
 
 def _graph(function: Callable[[Walk], float], bounds: str) -> Metric:

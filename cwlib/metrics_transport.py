@@ -21,12 +21,18 @@ def head_isometry(transports: HeadTransports) -> Float[Tensor, " head"]:
 
 def sum_isometry(transports: HeadTransports) -> float:
     r"""Isometry of :math:`T = \sum_h T_h` on its rank bound min(d_model, n_kv d_head), in (0, 1] (T7)."""
-    rank = min(transports.d_model, transports.kv_heads * transports.d_head)
-    return float(transports.head_gram.sum() ** 2 / (rank * transports.quartic.sum()))
+    # from singular values of the sum itself: where heads cancel, sums over pairs of heads would lose all digits
+    squares = transports.total().singular_values()[0] ** 2
+    return float(squares.sum() ** 2 / (squares.numel() * (squares**2).sum()))
 
 
 def edge_isometry(walk: ConnectionWalk) -> float:
-    r"""Isometry of the transports :math:`\Omega_{ij}` of all edges, averaged with weights W_ij, in (0, 1] (T7, T9)."""
+    r"""Isometry of the transports :math:`\Omega_{ij}` of all edges, averaged with weights W_ij, in (0, 1] (T7, T9).
+
+    Each is :math:`(\sum s^2)^2/(r\sum s^4)` with r the rank bound of all heads that have any attention on the edge.
+    So it is near one only if the heads act evenly: an edge that is carried almost wholly by one isometric head of H
+    has isometry near 1/H. Compare it with the Gaussian null, which keeps the attention.
+    """
     isometry, weight = walk.edge_isometry(), walk.effective_walk("mean")
     defined = ~isometry.isnan()
     return float((isometry * weight)[defined].sum() / weight[defined].sum())
@@ -34,12 +40,14 @@ def edge_isometry(walk: ConnectionWalk) -> float:
 
 def symmetry(transports: HeadTransports) -> float:
     r""":math:`|sym\,T|_F^2/|T|_F^2 = \frac12 + tr(T^2)/(2|T|_F^2)` in [0, 1]; near 1/2 for a random matrix."""
-    return float((1 + transports.product_traces.sum() / transports.head_gram.sum()) / 2)
+    total = transports.total()
+    return float((1 + total.product_traces / total.head_gram) / 2)
 
 
 def identity_alignment(transports: HeadTransports) -> float:
     r""":math:`tr\,T / (\sqrt d\,|T|_F)` in [-1, 1]: the cosine between T and the identity."""
-    return float(transports.traces().sum() / (transports.d_model * transports.head_gram.sum()).sqrt())
+    total = transports.total()
+    return float(total.traces() / (total.d_model * total.head_gram[0]).sqrt())
 
 
 def norm_cv(transports: HeadTransports, field: Field) -> float:
@@ -74,10 +82,10 @@ def sample_triangles(walk: ConnectionWalk, seed: int = 0, count: int = TRIANGLES
 
 
 def holonomy_defect(walk: ConnectionWalk, triangles: Int[Tensor, "triangle 3"] | None = None) -> float:
-    r"""Mean defect of transitive triangles, in [0, 1] (T8).
+    r"""Mean over triangles of
+    :math:`1 - |\langle\Omega_{ij}\Omega_{jk}, \Omega_{ik}\rangle|/(|\Omega_{ij}\Omega_{jk}||\Omega_{ik}|)` (T8).
 
-    Per triangle (i, j, k): :math:`1 - |\langle\Omega_{ij}\Omega_{jk}, \Omega_{ik}\rangle| /
-    (|\Omega_{ij}\Omega_{jk}|\,|\Omega_{ik}|)`, zero if transport along the two edges agrees with the direct one up to
+    In [0, 1], over sampled triangles (i, j, k); zero if transport along the two edges agrees with the direct one up to
     scale, as for a flat connection. NaN if there is no triangle.
     """
     triangles = sample_triangles(walk) if triangles is None else triangles

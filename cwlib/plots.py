@@ -37,7 +37,7 @@ LABELS = {
 }
 NULLS = {  # drawn in grey, told apart by line style
     "gaussian": {"label": "Gaussian O, V", "linestyle": ":", "color": style.NULL["color"]},
-    "init": {"label": "random initialisation", "linestyle": "--", "color": style.NULL["color"]},
+    "init": {"label": "random initialisation", "linestyle": "-", "linewidth": 0.8, "color": style.NULL["color"]},
 }
 VERDICT_COLOURS = {  # fixed order, light enough for black text; the word is printed in every cell
     "not testable here": "#E6E6E6",
@@ -164,13 +164,14 @@ def plot_evidence(ax: Axes, evidence: pd.DataFrame) -> Axes:
     for y, line in enumerate(ordered.itertuples()):
         look = style.checkpoint(line.checkpoint, line.kind)
         ax.plot([line.low, line.high], [y, y], color=look["color"])
-        ax.plot(line.rho, y, marker=look["marker"], color=look["color"])
+        face = look["color"] if line.verdict == "supported" else "white"
+        ax.plot(line.rho, y, marker=look["marker"], color=look["color"], markerfacecolor=face)
         ax.plot(line.null_rho, y, marker="|", markersize=7, color="#555555", linestyle="")
         labels.append(f"{line.metric} ({line.expected})  {line.checkpoint}")
     ax.axvline(0, color="black", linewidth=0.6)
     ax.set_yticks(range(len(labels)), labels)
     ax.set_xlim(-1.05, 1.05)
-    ax.set_xlabel("Spearman correlation with depth (grey bar: strongest random initialisation)")
+    ax.set_xlabel("Spearman correlation with depth (bar: best random initialisation; filled: supported)")
     return ax
 
 
@@ -193,6 +194,6 @@ def plot_verdicts(ax: Axes, words: pd.DataFrame) -> Axes:
     ax.set_xlabel("")
     ax.set_ylabel("")
     ax.tick_params(length=0)
-    ax.set_xticks(ax.get_xticks(), [c.replace("-", "-\n", 1) for c in words.columns], rotation=0)
+    ax.set_xticks(ax.get_xticks(), list(words.columns), rotation=0)
     ax.set_yticks(ax.get_yticks(), list(words.index), rotation=0)
     return ax

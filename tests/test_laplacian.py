@@ -220,3 +220,10 @@ def test_row_without_flow_is_refused_in_the_norm_gauge() -> None:
     silent = HeadTransports(base.value, base.output * 0)
     with pytest.raises(ValueError, match=r"walk: expected every row to carry flow in the norm gauge.*empty row 0"):
         stochastic_walk(ConnectionWalk.from_transports(attention, silent), "norm")
+
+
+@pytest.mark.parametrize("weak", [1e-3, 1e-12, 1e-17, 1e-100])
+def test_stationary_law_of_weakly_linked_parts(weak: float) -> None:
+    """Two states linked by e one way and 3 e the other: 3/4 and 1/4, however small e is."""
+    matrix = torch.tensor([[1 - weak, weak], [3 * weak, 1 - 3 * weak]], dtype=torch.float64)
+    torch.testing.assert_close(stationary_measure(matrix), torch.tensor([0.75, 0.25], dtype=torch.float64))

@@ -568,7 +568,8 @@ def test_registry_entry(name: str) -> None:
     if name != "t2_residual":
         function = getattr(metrics, name)
         marks = re.compile(r":math:|[`$]")  # mathematics is marked as notebooks have it
-        assert marks.sub("", inspect.getdoc(function)).startswith(marks.sub("", metric.description.splitlines()[0]))
+        written = " ".join(inspect.getdoc(function).split())
+        assert marks.sub("", written).startswith(marks.sub("", metric.description))
         assert ":math:" not in metric.description
 
 
@@ -608,3 +609,17 @@ def test_graph_metrics_refuse_walks_between_different_token_sets(
     """One source would broadcast to a number without meaning."""
     with pytest.raises(ValueError, match=rf"matrix: expected .* same tokens, got shape \(4, {sources}\)"):
         metric(random_walk(0, tokens=4, sources=sources).effective_walk())
+
+
+@pytest.mark.parametrize("rest", [1.0, 1e-3, 1e-5])
+def test_metrics_of_the_sum_keep_their_digits_where_heads_cancel(rest: float) -> None:
+    """T_2 = -T_0 + rest R and T_3 = -T_1 + rest R': only the two rests are left."""
+    rng = torch.Generator().manual_seed(0)
+    value = torch.randn(2, 3, 8, dtype=torch.float64, generator=rng)
+    output = torch.randn(4, 8, 3, dtype=torch.float64, generator=rng)
+    cancelling = HeadTransports(torch.cat([value, value]), torch.cat([output[:2], rest * output[2:] - output[:2]]))
+    left = HeadTransports(value, output[2:])
+    for metric in (metrics.symmetry, metrics.identity_alignment):
+        assert metric(cancelling) == pytest.approx(metric(left), rel=1e-4)
+    # their rank bounds differ: min(8, 4 x 3) and 2 x 3
+    assert 8 * metrics.sum_isometry(cancelling) == pytest.approx(6 * metrics.sum_isometry(left), rel=1e-4)

@@ -47,11 +47,12 @@ def table(metrics: tuple[str, ...], checkpoints: tuple[str, ...] = tuple(CHECKPO
 
 def evidence() -> pd.DataFrame:
     lines = [
-        (name, kind, metric, expected, 0.5, 0.2, 0.7, 0.1)
+        (name, kind, metric, expected, 0.5, 0.2, 0.7, 0.1, "supported" if expected == "rises" else "mixed")
         for name, kind in CHECKPOINTS.items()
         for metric, expected in (("depth_step", "falls"), ("spectral_step", "falls"), ("operator_cosine", "rises"))
     ]
-    return pd.DataFrame(lines, columns=["checkpoint", "kind", "metric", "expected", "rho", "low", "high", "null_rho"])
+    columns = ["checkpoint", "kind", "metric", "expected", "rho", "low", "high", "null_rho", "verdict"]
+    return pd.DataFrame(lines, columns=columns)
 
 
 def verdicts() -> pd.DataFrame:
@@ -150,7 +151,7 @@ def test_a_panel_leaves_its_table_alone(name: str, monkeypatch: pytest.MonkeyPat
         ("plot_walk", "source j", "destination i"),
         ("plot_residuals", "relative depth (0 = first layer, 1 = last)", "relative residual of T2"),
         ("plot_schmidt", "rank", "Schmidt value / |K|"),
-        ("plot_evidence", "Spearman correlation with depth (grey bar: strongest random initialisation)", ""),
+        ("plot_evidence", "Spearman correlation with depth (bar: best random initialisation; filled: supported)", ""),
     ],
 )
 def test_axes_are_labelled(name: str, x: str, y: str) -> None:

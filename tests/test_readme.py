@@ -21,6 +21,8 @@ def test_verdicts_are_those_of_the_committed_study() -> None:
     pd.testing.assert_frame_equal(verdicts, pd.read_csv(DATA / "verdicts.csv", index_col="claim"))
     pd.testing.assert_frame_equal(evidence.round(6), pd.read_csv(DATA / "evidence.csv"), atol=2e-6)
     assert claims.markdown(verdicts) in README
+    (supported,) = evidence[evidence["verdict"] == claims.SUPPORTED].itertuples()
+    assert f"{supported.deep:.3f} against {supported.null_deep:.3f} in the better null" in " ".join(README.split())
 
 
 def test_residual_is_that_of_the_committed_study() -> None:

@@ -26,7 +26,7 @@ ORDER = [
     *("_types", "validation", "checks", "cores", "walk", "laplacian", "synthetic", "theorems"),
     *("metrics_graph", "metrics_transport", "metrics", "corpus"),
     *("catalogue", "loading", "fetch", "sources", "tiny", "checkpoints", "architectures", "capture"),
-    *("cells", "study", "statistics", "claims", "style", "plots", "chain", "__main__"),
+    *("statistics", "cells", "study", "claims", "style", "plots", "chain", "__main__"),
 ]
 TOP_LEVEL = {
     *("README.md", "environment.yml", "Makefile", "pyproject.toml", "LICENSE", "CITATION.cff"),

@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from cwlib.statistics import Trend, depth_trend
+from cwlib.statistics import Trend, depth_trend, early_and_late, thirds_table
 
 
 def rows(values: np.ndarray | list, names: list[str] | None = None) -> pd.DataFrame:
@@ -84,3 +84,24 @@ def test_a_gap_is_refused() -> None:
     broken = table[~((table["passage"] == "passage 1") & (table["layer"] == 2))]
     with pytest.raises(ValueError, match="rows: expected every passage to have every layer, got 1 gaps"):
         depth_trend(broken)
+
+
+def test_early_and_late_are_the_first_and_last_third_of_the_layers_there_are() -> None:
+    steps = rows([[9.0, 1, 2, 3, 4, 5, 6]]).query("layer > 0")  # a step has no value at the first layer
+    assert early_and_late(steps) == (1.5, 5.5)
+    assert early_and_late(rows([[1.0, 2.0]])) == (1.0, 2.0)
+
+
+def test_thirds_stand_beside_the_late_thirds_of_the_nulls() -> None:
+    parts = [
+        rows(np.arange(6.0) + shift).assign(checkpoint="a", source=source, metric=metric, gauge="")
+        for source, shift, metric in (
+            ("trained", 0, "m"),
+            ("init", 10, "m"),
+            ("gaussian", 20, "m"),
+            ("trained", 30, "n"),
+        )
+    ]
+    found = thirds_table(pd.concat(parts), "m")
+    assert found["m"].loc["a"].to_dict() == {"early": 0.5, "late": 4.5, "late init": 14.5, "late gaussian": 24.5}
+    assert list(found["m"]) == ["early", "late", "late gaussian", "late init"]

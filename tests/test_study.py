@@ -1,6 +1,7 @@
 """The table is complete, reproducible, and never computed twice, whatever interrupts it."""
 
 import itertools
+import json
 import math
 import os
 import shutil
@@ -180,7 +181,7 @@ def test_values_are_those_of_the_metrics_on_the_captured_layers(smoke: Smoke) ->
                 passage = "-" if name in WEIGHTS_ONLY else TEXTS[1].name
                 key = ("tiny-llama", source, seed, passage, layer.index, name, gauge if name in GRAPH else "")
                 if key in table.index and (name in GRAPH or gauge == "mean"):
-                    assert table[key] == cwlib.measure(layer, [name], gauge)[name]
+                    assert table[key] == pytest.approx(cwlib.measure(layer, [name], gauge)[name], rel=1e-5)
 
 
 def test_the_gaussian_null_keeps_the_attention_and_nothing_else(smoke: Smoke) -> None:
@@ -203,20 +204,20 @@ def test_the_gaussian_null_keeps_the_attention_and_nothing_else(smoke: Smoke) ->
     for layer in range(LAYERS):
         k = operator(layer)
         squares = svds(k, HEADS, return_singular_vectors=False) ** 2
-        assert found(layer, "schmidt_participation") == pytest.approx(squares.sum() ** 2 / (squares**2).sum(), rel=1e-9)
+        assert found(layer, "schmidt_participation") == pytest.approx(squares.sum() ** 2 / (squares**2).sum(), rel=1e-5)
         total = dense[layer].sum(0)
         alignment = np.trace(total) / (np.sqrt(len(total)) * np.linalg.norm(total))
-        assert found(layer, "identity_alignment", passage="-") == pytest.approx(alignment, rel=1e-9)
+        assert found(layer, "identity_alignment", passage="-") == pytest.approx(alignment, rel=1e-5)
         if layer:
             before = operator(layer - 1)
             cosine = (before * k).sum() / (np.linalg.norm(before) * np.linalg.norm(k))
-            assert found(layer, "operator_cosine") == pytest.approx(cosine, rel=1e-9)
+            assert found(layer, "operator_cosine") == pytest.approx(cosine, rel=1e-5)
             flows = []
             for n in (layer - 1, layer):
                 flow = np.linalg.norm(operator(n), axis=1).reshape(attention[n].shape[1:])
                 flows.append(flow / flow.sum(1, keepdims=True))
             step = np.abs(flows[1] - flows[0]).sum(1).mean() / 2
-            assert found(layer, "depth_step", "norm") == pytest.approx(step, rel=1e-9)
+            assert found(layer, "depth_step", "norm") == pytest.approx(step, rel=1e-5)
 
 
 def test_the_columns_say_where_each_cell_came_from(smoke: Smoke) -> None:
@@ -332,7 +333,9 @@ def test_a_changed_text_is_measured_again(tmp_path: Path, warm: Path, computed: 
     assert not table.duplicated(KEYS).any()
     layer = next(iter(cwlib.layers(tiny_checkpoint("bert"), edited.text)))
     key = "tiny-bert", "trained", 0, edited.name, 0, "entropy_rate", "mean"
-    assert table.set_index(KEYS)["value"][key] == cwlib.measure(layer, ["entropy_rate"])["entropy_rate"]
+    assert table.set_index(KEYS)["value"][key] == pytest.approx(
+        cwlib.measure(layer, ["entropy_rate"])["entropy_rate"], rel=1e-5
+    )
 
 
 @pytest.mark.parametrize("kept", ["cache", "folder"])
@@ -359,6 +362,16 @@ def test_a_checkpoint_named_twice_is_measured_once(warm: Path) -> None:
 
 
 # --- damage -------------------------------------------------------------------------------------------------------
+
+
+def test_rows_of_other_checkpoints_in_the_folder_stay(tmp_path: Path, warm: Path) -> None:
+    first = run(tmp_path, ("tiny-bert",))
+    second = run(tmp_path, ("tiny-llama",))
+    assert set(second["checkpoint"]) == {"tiny-llama"}
+    both = study.load(tmp_path)
+    assert len(both) == len(first) + len(second) and set(both["checkpoint"]) == {"tiny-bert", "tiny-llama"}
+    run(tmp_path, ("tiny-llama",), fresh=True)
+    assert len(study.load(tmp_path)) == len(both)
 
 
 def test_half_written_files_do_not_matter(tmp_path: Path, warm: Path, smoke: Smoke, computed: list) -> None:
@@ -509,3 +522,29 @@ def test_a_local_folder_is_a_checkpoint(local: Path, tmp_path: Path, computed: l
     again = small(None, profile=(str(moved),))
     assert len(computed) == SMALL_CELLS  # the same weights, under another name
     assert set(again["checkpoint"]) == {str(moved)}
+
+
+def test_another_configuration_of_the_same_weights_is_measured_anew(local: Path, tmp_path: Path) -> None:
+    before = {cell.key for cell in cells.plan((str(local),), texts=TEXTS[:1])}
+    config = json.loads((local / "config.json").read_text())
+    key = next(k for k in ("layer_norm_eps", "rms_norm_eps") if k in config)
+    (local / "config.json").write_text(json.dumps(config | {key: 0.5}))
+    assert before.isdisjoint(cell.key for cell in cells.plan((str(local),), texts=TEXTS[:1]))
+
+
+def test_rows_of_another_run_under_the_same_name_are_not_taken_for_these(tmp_path: Path, warm: Path) -> None:
+    """study.csv written, cells.csv not: the run was stopped between the two."""
+    small(tmp_path)
+    lines = (tmp_path / "cells.csv").read_bytes()
+    small(tmp_path, texts=(replace(TEXTS[0], text="Quite another text."),))
+    (tmp_path / "cells.csv").write_bytes(lines)
+    assert_close(small(tmp_path), small(None))
+
+
+@pytest.mark.parametrize(
+    ("texts", "words"),
+    [(("hello",), "read_passages"), ((TEXTS[0], replace(TEXTS[1], name=TEXTS[0].name)), "different names")],
+)
+def test_texts_that_cannot_be_told_apart_are_refused(texts: tuple, words: str, unchecked: None, cache: Path) -> None:
+    with pytest.raises(ValueError, match=words):
+        study.run("smoke", texts=texts)

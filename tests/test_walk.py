@@ -494,7 +494,7 @@ WRONG: dict[str, tuple[Callable[[], object], list[str]]] = {
     "constant a list": (lambda: build(constant=[0.0] * 8), ["constant", "torch.Tensor", "list"]),
     "field too short": (lambda: GOOD.apply(torch.zeros(5, 8)), ["field", "(6, 8)", "got (5, 8)"]),
     "field too wide": (lambda: GOOD @ torch.zeros(6, 9), ["field", "(6, 8)", "got (6, 9)"]),
-    "field flat": (lambda: GOOD.apply(torch.zeros(48)), ["field", "(6, 8)", "got (48,)"]),
+    "field flat": (lambda: GOOD.apply(torch.zeros(48)), ["field", "(6, 8)", "(48,)"]),
     "field from numpy": (lambda: GOOD.apply(np.zeros((6, 8))), ["field", "(6, 8)", "got ndarray"]),
     "gauge of the walk": (lambda: GOOD.effective_walk("average"), ["gauge", "mean, sum, norm", "'average'"]),
     "gauge of a transport": (lambda: GOOD.transport(0, 0, "max"), ["gauge", "mean, sum, norm", "'max'"]),
