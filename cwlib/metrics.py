@@ -203,11 +203,20 @@ def measure(
     if isinstance(metrics, str):
         raise ValueError(f"metrics: expected a list of names, got the string {metrics!r}; write [{metrics!r}]")
     needs_square = {"spectral_step", "reversibility_defect", "spectral_gap", "holonomy_defect"}
-    left_out = (needs_model if bare else set()) | (needs_square if walk.n_dst != walk.n_src else set())
+    steps = {"depth_step", "spectral_step", "operator_cosine"}
+    dropped = not bare and getattr(layer, "index", 0) > 0 and layer.previous is None
+    left_out = (needs_model if bare else steps if dropped else set()) | (
+        needs_square if walk.n_dst != walk.n_src else set()
+    )
     names = [n for n in METRICS if n not in left_out] if metrics is None else list(metrics)
     for name in names:
         if name not in METRICS:
             raise ValueError(f"metrics: unknown metric {name!r}; expected names out of {', '.join(METRICS)}")
+        if dropped and name in steps:
+            raise ValueError(
+                f"layer: {name} needs the layer before, which is gone; measure while iterating over cwlib.layers, or "
+                "keep list(cwlib.layers(...))"
+            )
         if bare and name in needs_model:
             raise ValueError(
                 f"layer: {name} needs a model's field, output or previous layer, got a bare ConnectionWalk; pass a "

@@ -582,3 +582,11 @@ def test_attention_layers_that_are_not_the_models_are_refused(wrong: str) -> Non
     with pytest.raises(ValueError, match="attention: expected"):
         layers(checkpoint, TEXT, given)
     assert len(list(layers(checkpoint, TEXT, own))) == len(own)
+
+
+def test_a_step_from_a_layer_that_is_gone_is_refused_not_nan() -> None:
+    last = list(layers(tiny_checkpoint("llama"), TEXT))[-1]
+    gc.collect()
+    with pytest.raises(ValueError, match="the layer before, which is gone"):
+        cwlib.measure(last, ["depth_step"])
+    assert "depth_step" not in cwlib.measure(last) and "sink_mass" in cwlib.measure(last)
