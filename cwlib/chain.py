@@ -159,7 +159,9 @@ class Chain:
             raise ChainError(_report(name, error.cell_index, error.source, str(error), unfinished)) from error
         except RuntimeError as error:  # nbclient: the kernel died or did not start
             cells = _read(unfinished).cells if unfinished.exists() else []
-            started = [i for i, cell in enumerate(cells) if cell.get("execution_count")] or [0]
+            # papermill's mark: the kernel may be gone before it has counted its last cell
+            begun = [cell.metadata.get("papermill", {}).get("start_time") is not None for cell in cells]
+            started = [i for i, cell in enumerate(cells) if begun[i] and cell.cell_type == "code"] or [0]
             source = cells[started[-1]].source if cells else ""
             raise ChainError(_report(name, started[-1], source, str(error), unfinished)) from error
         finally:
