@@ -27,7 +27,7 @@ GAUSSIAN_SEEDS = (0,)
 NULL_PASSAGES = 4  #: passages on which nulls are measured, spread evenly over the corpus
 EXACTNESS_PASSAGES = 4  #: likewise for checkpoints of which only the T2 residual is measured
 IDENTITY = ["checkpoint", "source", "seed", "passage"]  #: of a cell
-ROW = [*IDENTITY, "layer", "metric", "gauge"]
+ROW = [*IDENTITY, "layer", "metric", "gauge", "at"]
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,8 @@ def plan(
     Parameters
     ----------
     full : iterable of str
-        Checkpoints measured in full: all metrics on all passages, and both nulls on `NULL_PASSAGES` of them.
+        Checkpoints measured in full: all metrics on all passages, and both nulls on `NULL_PASSAGES` of them;
+        metrics of the spectrum on the first of these only, with the first seed of each null.
     exactness : iterable of str
         Checkpoints of which only the T2 residual is measured.
     texts : sequence of Passage
@@ -116,7 +117,8 @@ def plan(
         Where a checkpoint that is not in the catalogue is opened to find its sha256.
     """
     on_weights = tuple(m.name for m in METRICS.values() if m.weights_only)
-    on_text = tuple(m.name for m in METRICS.values() if not m.weights_only)
+    on_text = tuple(m.name for m in METRICS.values() if not m.weights_only and m.about != "spectrum")
+    spectrum = tuple(m.name for m in METRICS.values() if m.about == "spectrum")
     null_texts = _spread(texts, NULL_PASSAGES)
     cells = []
     for name in full:
@@ -127,7 +129,10 @@ def plan(
         variants += [("init", seed, null_texts, nulls) for seed in INIT_SEEDS]
         for source, seed, chosen, names in variants:
             cells.append(Cell(name, sha, source, seed, None, on_weights, setup=setup))
-            cells += [Cell(name, sha, source, seed, passage, names, setup=setup) for passage in chosen]
+            for passage in chosen:
+                # spectra take seconds per layer: on one passage, of the first seed
+                extra = spectrum if seed == 0 and passage == null_texts[0] else ()
+                cells.append(Cell(name, sha, source, seed, passage, names + extra, setup=setup))
     for name in exactness:
         sha, setup = _identity(name, device, "float32")
         chosen = _spread(texts, EXACTNESS_PASSAGES)
@@ -197,10 +202,10 @@ def evaluate(
             for gauge in gauges:
                 if cell.source == "gaussian" and gauge == "mean":
                     continue  # the null keeps the attention: the same number as the trained row
-                value = metric.compute(layer, gauge or "mean")
-                if not np.isnan(value):
-                    rows.append((index, name, gauge, value))
-    table = pd.DataFrame(rows, columns=["layer", "metric", "gauge", "value"])
+                values = np.atleast_1d(metric.compute(layer, gauge or "mean"))
+                places = [f"{t:.2f}" for t in metric.at] or [""]
+                rows += [(index, name, gauge, t, v) for t, v in zip(places, values, strict=True) if not np.isnan(v)]
+    table = pd.DataFrame(rows, columns=["layer", "metric", "gauge", "at", "value"])
     head = {"checkpoint": cell.checkpoint, "source": cell.source, "seed": cell.seed, "passage": cell.passage_name}
     return table.assign(**head)[[*ROW, "value"]]
 

@@ -1,128 +1,288 @@
-r"""Measures and reversibilisation of a token walk.
+r"""How far a walk is from a random-walk connection Laplacian: the conditions of T4 as numbers, energy and holonomy.
 
-A random walk W on tokens has a measure pi in which its flow :math:`F = \Pi W` is looked at. Reversibility is the
-symmetry of the flow (condition R of T4). Causal attention has no positive stationary measure (T5), so the measure used
-is always named.
+With a measure :math:`\pi` on tokens and inner products :math:`G_i` on fibres, :math:`M = blockdiag(\pi_i G_i)`, the
+generator :math:`L = I - P` is a random-walk connection Laplacian if (S) :math:`W1 = 1`, (R) :math:`\pi_i W_{ij} = \pi_j
+W_{ji}` and (M) every :math:`\Omega_{ij}` is an isometry with :math:`\Omega_{ji} = \Omega_{ij}^{-1}`. Functions take
+walks whose fibres carry the identity metric; `in_metric` changes frames so that any other becomes it.
+
+Two numbers per edge decide everything that is quadratic in K: :math:`|K_{ij}|_F^2` and :math:`tr(K_{ij}K_{ji})`. No
+function here forms K. Defects are in [0, 1], do not change when all transports are scaled together (`mass` keeps the
+scale), and vanish exactly when their condition holds up to that scale; those written with a square root are
+accurate to about 1e-8 near zero.
 """
 
-import numpy as np
+from weakref import WeakKeyDictionary
+
 import torch
 from jaxtyping import Float
-from scipy.sparse import csr_matrix
-from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
-from cwlib._types import Walk
-from cwlib.validation import require_gauge
+from cwlib._types import Field
+from cwlib.checks import relative_residual, tolerance
+from cwlib.edges import EdgeWalk
+from cwlib.measures import (
+    Measure,
+    choose_measure,
+    require_measure,
+    reversibility_defect,
+    stochasticity_defect,
+    token_flow,
+)
+from cwlib.validation import require_finite
 from cwlib.walk import ConnectionWalk
 
-Measure = Float[Tensor, " token"]
+AnyWalk = ConnectionWalk | EdgeWalk
+Map = Float[Tensor, "d_model d_model"]
 
 
-def stochastic_walk(walk: ConnectionWalk, gauge: str = "mean") -> Walk:
-    """The row-stochastic token walk W of a layer, float64.
+def whitening_metric(field: Field, ridge: float = 1e-3) -> Map:
+    r"""The metric in which a field is white: :math:`G = (C + \epsilon\,\tfrac{tr C}{d} I)^{-1}`, C its covariance.
 
-    ``mean``: the mean of the heads' attention, row-stochastic as it stands. ``norm``: what flows along each edge,
-    |K_ij|_F / sqrt(d), divided by its row sums.
+    Parameters
+    ----------
+    field : Float[Tensor, "token d_model"]
+        Token vectors. With fewer tokens than dimensions C is singular, so that the ridge decides what the
+        directions without data count.
+    ridge : float
+        :math:`\epsilon > 0`, in units of the mean variance.
 
     Raises
     ------
     ValueError
-        If the gauge is unknown, or in the norm gauge if some row carries no flow at all.
+        If the field is not finite or constant, or the ridge is not positive.
     """
-    require_gauge(gauge)
-    matrix = walk.effective_walk("mean" if gauge == "sum" else gauge)
-    sums = matrix.sum(1, keepdim=True)
-    if (sums == 0).any():
+    require_finite("field", field, 2, "token, d_model")
+    centred = field.detach().to(torch.float64) - field.detach().to(torch.float64).mean(0)
+    covariance = centred.T @ centred / len(centred)
+    level = covariance.trace() / len(covariance)
+    # a mean rounds: what is left of a constant field is below 1e-15 of its size, squared
+    if not 0 < ridge < float("inf") or level <= 1e-28 * field.detach().to(torch.float64).square().mean():
         raise ValueError(
-            f"walk: expected every row to carry flow in the norm gauge, got an empty row {int(sums.argmin())}; "
-            "all transports into that token vanish"
+            f"ridge, field: expected ridge > 0 and a field that varies, got {ridge!r}, variance {level:.3g}"
         )
-    return matrix / sums
+    ridged = covariance + ridge * level * torch.eye(len(covariance)).to(covariance)
+    return torch.cholesky_inverse(torch.linalg.cholesky(ridged))  # symmetric, as inv is to rounding only
 
 
-def uniform_measure(tokens: int, device: torch.device | str = "cpu") -> Measure:
-    """The uniform probability measure on ``tokens`` tokens."""
-    return torch.full((tokens,), 1.0 / tokens, dtype=torch.float64, device=device)
+def in_metric(walk: AnyWalk, metric: Float[Tensor, "*token d_model d_model"]) -> AnyWalk:
+    r"""The walk in orthonormal frames of a fibre metric: :math:`\Omega_{ij} \to G_i^{1/2}\Omega_{ij}G_j^{-1/2}` (T4).
 
-
-def stationary_measure(matrix: Walk) -> Measure:
-    r"""The stationary law of an irreducible walk: :math:`\pi^T W = \pi^T`, :math:`\pi > 0`, :math:`\sum\pi = 1`.
+    Parameters
+    ----------
+    walk : ConnectionWalk or EdgeWalk
+        The walk; its fields change with it, :math:`x_i \to G_i^{1/2}x_i`.
+    metric : Float[Tensor, "d_model d_model"] or Float[Tensor, "token d_model d_model"]
+        Symmetric positive definite: one for all fibres, or (for an `EdgeWalk`) one per token.
 
     Raises
     ------
     ValueError
-        If W is not square or not irreducible (a causal walk never is, T5: its only stationary law sits on token 0).
+        If the metric is not symmetric positive definite or does not fit; or if metrics differ from token to token
+        on an attention layer, whose transports would no longer be mixtures of H maps (`EdgeWalk.from_walk`
+        takes a small one).
     """
-    if not is_irreducible(matrix):
+    require_finite("metric", metric, 3 if getattr(metric, "ndim", 2) == 3 else 2, "[token,] d_model, d_model")
+    if metric.shape[-2:] != (walk.d_model, walk.d_model) or (metric.ndim == 3 and len(metric) != walk.n_src):
         raise ValueError(
-            f"matrix: expected an irreducible square walk, got shape {tuple(matrix.shape)} with more than one "
-            "communicating class (causal walks are absorbed by token 0, T5); use uniform_measure and say so"
+            f"metric: expected shape ([{walk.n_src},] {walk.d_model}, {walk.d_model}), got {tuple(metric.shape)}"
         )
-    # Elimination of states without subtraction (Grassmann, Taksar, Heyman 1985): every entry keeps its relative
-    # accuracy, also where parts of the walk are linked by tiny weights only.
-    rest = matrix.to(torch.float64).cpu().numpy().copy()
-    tokens = len(rest)
-    for last in range(tokens - 1, 0, -1):
-        rest[:last, last] /= rest[last, :last].sum()
-        rest[:last, :last] += np.outer(rest[:last, last], rest[last, :last])
-    measure = np.ones(tokens)
-    for token in range(1, tokens):
-        measure[token] = measure[:token] @ rest[:token, token]
-    return torch.from_numpy(measure / measure.sum()).to(matrix.device)
-
-
-def is_irreducible(matrix: Walk) -> bool:
-    """Whether every token reaches every other along edges of positive weight."""
-    if matrix.shape[0] != matrix.shape[1]:
-        return False
-    support = csr_matrix((matrix > 0).cpu().numpy().astype(np.int8))
-    return connected_components(support, directed=True, connection="strong")[0] == 1
-
-
-def choose_measure(matrix: Walk) -> tuple[str, Measure]:
-    """The measure this artifact uses for W, with its name: ``stationary`` if W is irreducible, else ``uniform``."""
-    if is_irreducible(matrix):
-        return "stationary", stationary_measure(matrix)
-    return "uniform", uniform_measure(matrix.shape[0], matrix.device)
-
-
-def _flow(matrix: Walk, measure: Measure) -> Walk:
-    if matrix.shape[0] != matrix.shape[1]:
+    # inverses are symmetric up to the rounding of their dtype
+    asymmetry, room = relative_residual(metric, metric.transpose(-1, -2)), tolerance(metric.dtype) ** 0.75
+    metric = metric.detach().to(torch.float64)
+    values, vectors = torch.linalg.eigh((metric + metric.transpose(-1, -2)) / 2)
+    if asymmetry > room or (values <= 0).any():
         raise ValueError(
-            f"matrix: expected a walk from tokens to the same tokens, got shape {tuple(matrix.shape)}; "
-            "a bipartite walk (cross-attention) has no way back to compare with"
+            "metric: expected symmetric positive definite matrices, got smallest eigenvalue "
+            f"{float(values.min()):.3g} and relative asymmetry {asymmetry:.3g}"
         )
-    return measure[:, None] * matrix
+    root = (vectors * values.sqrt()[..., None, :]) @ vectors.transpose(-1, -2)
+    if isinstance(walk, EdgeWalk):
+        return walk.change_frames(root if metric.ndim == 3 else root.expand(walk.tokens, -1, -1))
+    if metric.ndim == 3:
+        raise ValueError("metric: expected one matrix for all tokens of an attention layer, got one per token")
+    transports = walk.transports
+    value = transports._v @ torch.linalg.inv(root)
+    constant = None if walk.constant is None else walk.constant.to(torch.float64) @ root
+    return ConnectionWalk(walk.attention, value, root @ transports._o, constant, walk.groups)
 
 
-def reversibility_defect(matrix: Walk, measure: Measure) -> float:
-    r""":math:`|\Pi W - W^T \Pi|_F / |\Pi W + W^T \Pi|_F` in [0, 1]; zero iff W is reversible in pi (T4 R).
+_CHOSEN: "WeakKeyDictionary[AnyWalk, Measure]" = WeakKeyDictionary()  # walks do not change
 
-    One iff no edge has a way back; loops count towards the symmetric part.
+
+def measure_and_flow(walk: AnyWalk, measure: Measure | None) -> tuple[Measure, Float[Tensor, "dst src"]]:
+    """The measure (chosen if not given) and the token flow pi_i W_ij in the mean gauge."""
+    matrix = walk.effective_walk("mean")
+    if measure is not None:
+        measure = require_measure(measure, walk.n_dst)
+    elif walk in _CHOSEN:
+        measure = _CHOSEN[walk]
+    else:
+        measure = _CHOSEN[walk] = choose_measure(matrix)[1]
+    return measure, token_flow(matrix, measure)
+
+
+def laplacian_defect(walk: AnyWalk, measure: Measure | None = None) -> float:
+    r"""Distance to the nearest self-adjoint operator, :math:`\frac12|K - K^*|_M/|K|_M` in [0, 1] (T5).
+
+    The nearest one is :math:`\frac12(K + K^*)`. With :math:`|K|_M^2 = \sum_{ij}\frac{\pi_i}{\pi_j}|K_{ij}|_F^2` and
+    :math:`\langle K, K^*\rangle_M = tr(K^2) = \sum_{ij}tr(K_{ij}K_{ji})`, which depends on neither measure nor metric,
+    its square is :math:`\frac12(1 - tr(K^2)/|K|_M^2)`. Zero iff the generator is self-adjoint; 1/:math:`\sqrt2`
+    if nothing flows back, as in a random operator; one iff K is skew.
+
+    Parameters
+    ----------
+    walk : ConnectionWalk or EdgeWalk
+        The walk; fibres carry the identity metric (see `in_metric`).
+    measure : Float[Tensor, "token"], optional
+        Positive weights of tokens; by default the one that `choose_measure` names.
 
     Raises
     ------
     ValueError
-        If W is not square.
+        If there are not as many destinations as sources, or the measure is not positive.
     """
-    flow = _flow(matrix, measure)
-    return float(torch.linalg.matrix_norm(flow - flow.T) / torch.linalg.matrix_norm(flow + flow.T))
+    measure, flow = measure_and_flow(walk, measure)
+    norm = (flow**2 * walk.blocks.squares / (measure[:, None] * measure[None, :])).sum()
+    square = (flow * flow.T * walk.blocks.pairings / (measure[:, None] * measure[None, :])).sum()
+    return float(((1 - square / norm).clamp_min(0) / 2).sqrt())
 
 
-def reversibilised_spectrum(matrix: Walk, measure: Measure) -> Float[Tensor, " token"]:
-    r"""Eigenvalues, ascending, of the walk on the symmetrised flow :math:`S = \frac12(\Pi W + W^T\Pi)`.
+def detailed_balance_defect(walk: AnyWalk, measure: Measure | None = None) -> float:
+    r""":math:`\frac12|MK - K^TM|_F/|MK|_F` in [0, 1], the connection form of detailed balance (T4 a).
 
-    That walk is :math:`D^{-1} S` with :math:`D = diag(S 1)`; it is stochastic and reversible, so its spectrum is real,
-    lies in [-1, 1] and contains 1. When pi is stationary it is the additive reversibilisation
-    :math:`\frac12(W + W^*)` of T5.
+    Zero iff :math:`\pi_i K_{ij} = \pi_j K_{ji}^T` on every edge, that is, iff L is self-adjoint. Like
+    `laplacian_defect`, but edges count by what flows along them, :math:`\pi_i K_{ij}`. Parameters and errors as there.
+    """
+    _, flow = measure_and_flow(walk, measure)
+    norm = (flow**2 * walk.blocks.squares).sum()
+    cross = (flow * flow.T * walk.blocks.pairings).sum()
+    return float(((1 - cross / norm).clamp_min(0) / 2).sqrt())
+
+
+def metric_defect(walk: AnyWalk, measure: Measure | None = None) -> float:
+    r"""Distance of :math:`\Omega_{ij}^T\Omega_{ij}` from one multiple of a projection on all edges, in [0, 1] (T4 M).
+
+    With the flow :math:`f_{ij} = \pi_i W_{ij}` and :math:`\Pi_{ij}` a projection of the rank that the active heads
+    allow,
+
+    .. math::
+        \min_c \sqrt{\textstyle\sum f_{ij}|\Omega_{ij}^T\Omega_{ij} - c\,\Pi_{ij}|_F^2 \;/\;
+        \sum f_{ij}|\Omega_{ij}^T\Omega_{ij}|_F^2}.
+
+    Unlike edge isometry it also counts how the scale varies between edges. Parameters and errors as in
+    `laplacian_defect`.
+    """
+    _, flow = measure_and_flow(walk, measure)
+    blocks = walk.blocks
+    match = (flow * blocks.squares).sum() ** 2
+    return float((1 - match / ((flow * blocks.ranks).sum() * (flow * blocks.quartics).sum())).clamp_min(0).sqrt())
+
+
+def mass(walk: AnyWalk, measure: Measure | None = None) -> float:
+    r""":math:`1 - s` for the scale :math:`s^2 = \sum f_{ij}|\Omega_{ij}|_F^2/\sum f_{ij}r_{ij}` (T4 f); below 1.
+
+    The scale of the isometry that `metric_defect` compares with: if :math:`\Omega = sO`, then
+    :math:`L = (1-s)I + s(I - P_O)`, a connection Laplacian with a mass. Negative where transports stretch.
+    Parameters and errors as in `laplacian_defect`.
+    """
+    _, flow = measure_and_flow(walk, measure)
+    return float(1 - ((flow * walk.blocks.squares).sum() / (flow * walk.blocks.ranks).sum()).sqrt())
+
+
+def metric_balance_defect(walk: AnyWalk, measure: Measure | None = None) -> float:
+    r"""Defect of metric balance, :math:`\sum_i f_{ij}\Omega_{ij}^T\Omega_{ij} = c\,\pi_j I`, in [0, 1] (T4 b).
+
+    With :math:`B_j` the left-hand side, :math:`\min_c\sqrt{\sum_j|B_j - c\,\pi_j I|_F^2/\sum_j|B_j|_F^2}`. It asks the
+    metric to be kept on average over the edges out of a token only; it has a floor where all heads together have a
+    rank below d_model. Parameters and errors as in `laplacian_defect`.
+    """
+    measure, flow = measure_and_flow(walk, measure)
+    traces, squares = walk.blocks.incoming(flow)
+    match = (measure * traces).sum() ** 2 / (walk.d_model * (measure**2).sum() * squares.sum())
+    return float((1 - match).clamp_min(0).sqrt())
+
+
+def inverse_defect(walk: AnyWalk, measure: Measure | None = None) -> float:
+    r"""Distance of :math:`\Omega_{ij}\Omega_{ji}` from a multiple of the identity on its rank, in [0, 1] (T4 M).
+
+    The mean of :math:`\min_{c\ge0}|c\,\Omega_{ij}\Omega_{ji} - \Pi_{ij}|_F/|\Pi_{ij}|_F` over edges with both
+    directions, weighted by :math:`f_{ij} + f_{ji}`, with :math:`\Pi_{ij}` of the rank that the active heads allow: the
+    holonomy defect of going there and back, one where the two annihilate each other. Loops count, as edges that are
+    their own way back. NaN on a walk of more than one token where nothing else has one, as a causal one. Parameters
+    and errors as in `laplacian_defect`.
+    """
+    _, flow = measure_and_flow(walk, measure)
+    both = (flow > 0) & (flow.T > 0)
+    if walk.n_dst > 1 and not torch.triu(both, 1).any():
+        return float("nan")
+    blocks = walk.blocks
+    # transports that vanish have no inverse to be far from
+    both &= (blocks.squares > 0) & (blocks.squares.T > 0)
+    ranks, around = torch.minimum(blocks.ranks, blocks.ranks.T)[both], blocks.round_trips[both]
+    cosine = blocks.pairings[both] / (ranks * around).sqrt()
+    cosine = torch.where(around > 1e-24 * (blocks.squares * blocks.squares.T)[both], cosine, 0.0).clamp(0, 1)
+    weight = (flow + flow.T)[both]
+    return float((weight * (1 - cosine**2).sqrt()).sum() / weight.sum()) if len(weight) else float("nan")
+
+
+def _energies(walk: AnyWalk, field: Field, measure: Measure | None) -> tuple[float, float, float, float]:
+    r""":math:`\sum\pi_i|x_i|^2`, and sums of f times :math:`|x_i|^2`, :math:`|\Omega x_j|^2` and their product."""
+    measure, flow = measure_and_flow(walk, measure)
+    step = walk @ field
+    field = field.detach().to(torch.float64)
+    squares = (field**2).sum(1)
+    if not squares.any():
+        raise ValueError("field: expected a field that does not vanish, got zeros")
+    kept, moved = (flow.sum(1) * squares).sum(), walk.blocks.incoming_energy(flow, field).sum()
+    crossed = (measure * (field * step).sum(1)).sum()
+    return float((measure * squares).sum()), float(kept), float(moved), float(crossed)
+
+
+def dirichlet_energy(walk: AnyWalk, field: Field, measure: Measure | None = None) -> float:
+    r"""Energy over size, :math:`\frac12\sum f_{ij}|x_i - \Omega_{ij}x_j|^2 / \sum_i\pi_i|x_i|^2`, >= 0 (T4 b).
+
+    Zero iff the field is parallel, :math:`x_i = \Omega_{ij}x_j` on every edge. Under metric balance it is the Rayleigh
+    quotient of the generator. Computed from the energies after transport, without a loop over edges.
 
     Raises
     ------
     ValueError
-        If W is not square.
+        As in `laplacian_defect`, or if the field's shape does not fit or it vanishes.
     """
-    flow = _flow(matrix, measure)
-    symmetric = (flow + flow.T) / 2
-    scale = symmetric.sum(1).rsqrt()
-    return torch.linalg.eigvalsh(scale[:, None] * symmetric * scale[None, :])
+    size, kept, moved, crossed = _energies(walk, field, measure)
+    return max((kept + moved) / 2 - crossed, 0.0) / size
+
+
+def parallel_defect(walk: AnyWalk, field: Field, measure: Measure | None = None) -> float:
+    r"""Sine of the angle between :math:`x_i` and :math:`\Omega_{ij}x_j`, as fields on edges with weights f, in [0, 1].
+
+    :math:`\min_{c\ge0}\sqrt{\sum f_{ij}|x_i - c\,\Omega_{ij}x_j|^2/\sum f_{ij}|x_i|^2}`: the Dirichlet energy at the
+    best scale of the transports. Zero iff the field is parallel up to that scale; one if what arrives is orthogonal to
+    what is there, or nothing arrives. Parameters and errors as in `dirichlet_energy`.
+    """
+    _, kept, moved, crossed = _energies(walk, field, measure)
+    return max(1 - max(crossed, 0.0) ** 2 / (kept * moved), 0.0) ** 0.5 if kept * moved > 0 else 1.0
+
+
+def conditions(walk: AnyWalk, measure: Measure | None = None) -> dict[str, str | float]:
+    """All conditions of T4 for one walk: the measure's name, and the defect of each.
+
+    Returns
+    -------
+    dict
+        ``measure`` (``stationary`` or ``uniform`` if chosen here, else ``given``), ``stochasticity_defect`` (S),
+        ``reversibility_defect`` (R), ``metric_defect`` and ``inverse_defect`` (M), ``mass``,
+        ``detailed_balance_defect`` and ``laplacian_defect`` (a), ``metric_balance_defect`` (b). All but ``mass`` vanish
+        for a connection Laplacian up to scale; ``mass`` then gives the scale.
+    """
+    matrix = walk.effective_walk("mean")
+    name = choose_measure(matrix)[0] if measure is None else "given"
+    measure, _ = measure_and_flow(walk, measure)
+    operator = (
+        metric_defect, inverse_defect, mass, detailed_balance_defect, laplacian_defect, metric_balance_defect
+    )  # fmt: skip
+    return {
+        "measure": name,
+        "stochasticity_defect": stochasticity_defect(matrix),
+        "reversibility_defect": reversibility_defect(matrix, measure),
+    } | {function.__name__: function(walk, measure) for function in operator}

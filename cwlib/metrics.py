@@ -9,15 +9,26 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from cwlib._types import Field, Gauge, Walk
+from cwlib._types import Field, Gauge
 from cwlib.cores import HeadTransports
-from cwlib.laplacian import stochastic_walk
+from cwlib.laplacian import (
+    dirichlet_energy,
+    inverse_defect,
+    laplacian_defect,
+    mass,
+    metric_balance_defect,
+    metric_defect,
+    parallel_defect,
+)
+from cwlib.measures import stochastic_walk
 from cwlib.metrics_graph import (
+    TokenWalk,
     depth_step,
     entropy_rate,
     operator_cosine,
@@ -27,6 +38,13 @@ from cwlib.metrics_graph import (
     sink_mass,
     spectral_gap,
     spectral_step,
+)
+from cwlib.metrics_spectrum import (
+    GRID,
+    spectral_density,
+    spectral_density_error,
+    spectrum_highest,
+    spectrum_lowest,
 )
 from cwlib.metrics_transport import (
     angle_correlation,
@@ -64,22 +82,26 @@ class Metric:
         For the glossary; ``description`` gives the formula or the docstring's first line.
     version : int
         Raised whenever the definition changes, so that stored rows are recomputed.
-    about : {"graph", "walk", "transport", "exactness"}
-        Depends on W alone (and then on the gauge); on attention and transports; on transports (and perhaps the field);
-        or compares the walk with the model.
+    about : {"graph", "walk", "transport", "spectrum", "exactness"}
+        Depends on W alone (and then on the gauge); on attention and transports (and perhaps the field); on transports
+        (and perhaps the field); on the spectrum of the operator, which takes seconds; or compares the walk with
+        the model.
     compute : callable
-        ``(layer, gauge) -> float``; NaN where the quantity is undefined for that layer.
+        ``(layer, gauge) -> float``, or an array over ``at``; NaN where the quantity is undefined for that layer.
+    at : tuple of float
+        Where a quantity that is a function is evaluated; empty for a number.
     weights_only : bool
         Whether the passage does not matter.
     """
 
     name: str
-    about: Literal["graph", "walk", "transport", "exactness"]
+    about: Literal["graph", "walk", "transport", "spectrum", "exactness"]
     range: str
-    compute: Callable[[Layer, Gauge], float]
+    compute: Callable[[Layer, Gauge], float | np.ndarray]
     description: str
     version: int = 1
     weights_only: bool = False
+    at: tuple[float, ...] = ()
 
 
 def _line(function: Callable) -> str:
@@ -88,17 +110,26 @@ def _line(function: Callable) -> str:
     return re.sub(r":math:`([^`]*)`", r"$\1$", first).replace("``", "`")
 
 
-def _graph(function: Callable[[Walk], float], bounds: str) -> Metric:
-    return Metric(
-        function.__name__, "graph", bounds, lambda x, g: function(stochastic_walk(x.walk, g)), _line(function)
-    )
+_TOKEN_WALKS: "WeakKeyDictionary[ConnectionWalk, dict[Gauge, TokenWalk]]" = WeakKeyDictionary()
 
 
-def _graph_step(function: Callable[[Walk, Walk], float], bounds: str) -> Metric:
+def _token_walk(walk: ConnectionWalk, gauge: Gauge) -> TokenWalk:
+    """W with its measure and spectrum, kept while the layer lives: several metrics need them."""
+    known = _TOKEN_WALKS.setdefault(walk, {})
+    if gauge not in known:
+        known[gauge] = TokenWalk(stochastic_walk(walk, gauge))
+    return known[gauge]
+
+
+def _graph(function: Callable[[TokenWalk], float], bounds: str) -> Metric:
+    return Metric(function.__name__, "graph", bounds, lambda x, g: function(_token_walk(x.walk, g)), _line(function))
+
+
+def _graph_step(function: Callable[[TokenWalk, TokenWalk], float], bounds: str) -> Metric:
     def compute(layer: Layer, gauge: Gauge) -> float:
         if layer.previous is None:
             return np.nan
-        return function(stochastic_walk(layer.previous.walk, gauge), stochastic_walk(layer.walk, gauge))
+        return function(_token_walk(layer.previous.walk, gauge), _token_walk(layer.walk, gauge))
 
     return Metric(function.__name__, "graph", bounds, compute, _line(function))
 
@@ -112,6 +143,16 @@ def _on_weights(function: Callable[[HeadTransports], float | Tensor], bounds: st
         return float(torch.as_tensor(function(layer.walk.transports), dtype=torch.float64).mean())
 
     return Metric(function.__name__, "transport", bounds, compute, _line(function), weights_only=True)
+
+
+def _on_walk_and_field(function: Callable[[ConnectionWalk, Field], float], bounds: str) -> Metric:
+    return Metric(function.__name__, "walk", bounds, lambda x, _: function(x.walk, x.field), _line(function))
+
+
+def _on_spectrum(
+    function: Callable[[ConnectionWalk], float | np.ndarray], bounds: str, at: tuple[float, ...] = ()
+) -> Metric:
+    return Metric(function.__name__, "spectrum", bounds, lambda x, _: function(x.walk), _line(function), at=at)
 
 
 def _on_field(function: Callable[[HeadTransports, Field], float], bounds: str) -> Metric:
@@ -148,6 +189,17 @@ METRICS: dict[str, Metric] = {
         _on_field(norm_cv, ">= 0"),
         _on_field(angle_correlation, "[-1, 1]"),
         _on_walk(holonomy_defect, "[0, 1]"),
+        _on_walk(laplacian_defect, "[0, 1]"),
+        _on_walk(metric_defect, "[0, 1]"),
+        _on_walk(inverse_defect, "[0, 1]"),
+        _on_walk(metric_balance_defect, "[0, 1]"),
+        _on_walk(mass, "< 1"),
+        _on_walk_and_field(dirichlet_energy, ">= 0"),
+        _on_walk_and_field(parallel_defect, "[0, 1]"),
+        _on_spectrum(spectral_density, ">= 0", tuple(GRID.tolist())),
+        _on_spectrum(spectral_density_error, ">= 0", tuple(GRID.tolist())),
+        _on_spectrum(spectrum_lowest, "real"),
+        _on_spectrum(spectrum_highest, "real"),
         Metric(
             "t2_residual",
             "exactness",
@@ -170,7 +222,7 @@ class _Bare:
 
 def measure(
     layer: Layer | ConnectionWalk, metrics: Iterable[str] | None = None, gauge: Gauge = "mean"
-) -> dict[str, float]:
+) -> dict[str, float | np.ndarray]:
     """Measure one layer.
 
     Parameters
@@ -180,15 +232,16 @@ def measure(
         previous layer are then left out by default, and refused by name; likewise, under cross-attention, those that
         need as many destinations as sources).
     metrics : iterable of str, optional
-        Names out of ``cwlib.METRICS``; all that apply by default.
+        Names out of ``cwlib.METRICS``; by default all that apply but those of the spectrum, which take seconds.
     gauge : {"mean", "norm"}
         Which token walk W the attention-graph metrics look at; other metrics do not depend on it.
 
     Returns
     -------
     dict of str to float
-        Per-head quantities are averaged over heads. NaN where a quantity is undefined, such as a step from the
-        previous layer at the first layer.
+        An array for a quantity that is a function (``cwlib.METRICS[name].at`` says where). Per-head quantities are
+        averaged over heads. NaN where a quantity is undefined, such as a step from the previous layer at the first
+        layer.
 
     Raises
     ------
@@ -200,15 +253,19 @@ def measure(
     bare = isinstance(layer, ConnectionWalk)
     walk = layer if bare else layer.walk
     needs_model = {"depth_step", "spectral_step", "operator_cosine", "norm_cv", "angle_correlation", "t2_residual"}
+    needs_model |= {"dirichlet_energy", "parallel_defect"}
     if isinstance(metrics, str):
         raise ValueError(f"metrics: expected a list of names, got the string {metrics!r}; write [{metrics!r}]")
     needs_square = {"spectral_step", "reversibility_defect", "spectral_gap", "holonomy_defect"}
+    needs_square |= {"laplacian_defect", "metric_defect", "inverse_defect", "metric_balance_defect", "mass"}
+    needs_square |= {"dirichlet_energy", "parallel_defect"}
     steps = {"depth_step", "spectral_step", "operator_cosine"}
     dropped = not bare and getattr(layer, "index", 0) > 0 and layer.previous is None
     left_out = (needs_model if bare else steps if dropped else set()) | (
         needs_square if walk.n_dst != walk.n_src else set()
     )
-    names = [n for n in METRICS if n not in left_out] if metrics is None else list(metrics)
+    by_default = [m.name for m in METRICS.values() if m.about != "spectrum" and m.name not in left_out]
+    names = by_default if metrics is None else list(metrics)
     for name in names:
         if name not in METRICS:
             raise ValueError(f"metrics: unknown metric {name!r}; expected names out of {', '.join(METRICS)}")

@@ -1,20 +1,49 @@
 """Quantities of the attention graph: the token walk W, alone or from layer to layer, and how many heads it takes."""
 
+from dataclasses import dataclass
+from functools import cached_property
+
 import numpy as np
 import torch
+from jaxtyping import Float
 from scipy.stats import wasserstein_distance
+from torch import Tensor
 
 from cwlib._types import Walk
-from cwlib.laplacian import Measure, choose_measure, reversibilised_spectrum
-from cwlib.laplacian import reversibility_defect as _reversibility_defect
+from cwlib.measures import Measure, choose_measure, reversibilised_spectrum
+from cwlib.measures import reversibility_defect as _reversibility_defect
 from cwlib.walk import ConnectionWalk
 
 SINK_FROM = 8  #: sink_mass averages over tokens from this index on: earlier ones have little else to attend to
 
 
-def depth_step(before: Walk, after: Walk) -> float:
+@dataclass(frozen=True, eq=False)
+class TokenWalk:
+    """A row-stochastic walk W with its measure and spectrum, computed once; every function here takes it for W."""
+
+    matrix: Walk
+
+    @cached_property
+    def measure(self) -> Measure:
+        """Stationary if W is irreducible, else uniform."""
+        return choose_measure(self.matrix)[1]
+
+    @cached_property
+    def spectrum(self) -> Float[Tensor, " token"]:
+        """Eigenvalues of the reversibilised walk, ascending."""
+        return reversibilised_spectrum(self.matrix, self.measure)
+
+
+AnyTokenWalk = Walk | TokenWalk
+
+
+def _of(walk: AnyTokenWalk) -> TokenWalk:
+    return walk if isinstance(walk, TokenWalk) else TokenWalk(walk)
+
+
+def depth_step(before: AnyTokenWalk, after: AnyTokenWalk) -> float:
     r"""Total variation between layers, :math:`\frac1n\sum_i \frac12\sum_j |W'_{ij} - W_{ij}|` in [0, 1]."""
-    return float((after - before).abs().sum(1).mean() / 2)
+    return float((_of(after).matrix - _of(before).matrix).abs().sum(1).mean() / 2)
 
 
 def operator_cosine(before: ConnectionWalk, after: ConnectionWalk) -> float:
@@ -22,31 +51,32 @@ def operator_cosine(before: ConnectionWalk, after: ConnectionWalk) -> float:
     return before.inner(after) / (before.norm() * after.norm())
 
 
-def spectral_step(before: Walk, after: Walk) -> float:
+def spectral_step(before: AnyTokenWalk, after: AnyTokenWalk) -> float:
     """Wasserstein-1 distance between the spectra of the reversibilised walks of neighbouring layers, in [0, 2]."""
-    spectra = [reversibilised_spectrum(w, choose_measure(w)[1]).cpu().numpy() for w in (before, after)]
-    return float(wasserstein_distance(*spectra))
+    return float(wasserstein_distance(_of(before).spectrum.cpu().numpy(), _of(after).spectrum.cpu().numpy()))
 
 
-def reversibility_defect(matrix: Walk) -> float:
+def reversibility_defect(matrix: AnyTokenWalk) -> float:
     r""":math:`|\Pi W - W^T\Pi| / |\Pi W + W^T\Pi|` in [0, 1]; pi stationary if irreducible, else uniform (T4 R)."""
-    return _reversibility_defect(matrix, choose_measure(matrix)[1])
+    return _reversibility_defect(_of(matrix).matrix, _of(matrix).measure)
 
 
-def spectral_gap(matrix: Walk) -> float:
+def spectral_gap(matrix: AnyTokenWalk) -> float:
     r""":math:`1 - \lambda_2` of the reversibilised walk, in [0, 2]; pi as in `reversibility_defect`."""
-    return float(1 - reversibilised_spectrum(matrix, choose_measure(matrix)[1])[-2]) if len(matrix) > 1 else np.nan
+    spectrum = _of(matrix).spectrum
+    return float(1 - spectrum[-2]) if len(spectrum) > 1 else np.nan
 
 
-def entropy_rate(matrix: Walk, measure: Measure | None = None) -> float:
+def entropy_rate(matrix: AnyTokenWalk, measure: Measure | None = None) -> float:
     r""":math:`-\sum_i \pi_i \sum_j W_{ij}\log W_{ij}` in nats, in [0, log n]; pi as in `reversibility_defect`."""
-    measure = choose_measure(matrix)[1] if measure is None else measure
-    return float(-(measure[:, None] * torch.xlogy(matrix, matrix)).sum())
+    walk = _of(matrix)
+    measure = walk.measure if measure is None else measure
+    return float(-(measure[:, None] * torch.xlogy(walk.matrix, walk.matrix)).sum())
 
 
-def sink_mass(matrix: Walk) -> float:
+def sink_mass(matrix: AnyTokenWalk) -> float:
     """Mean weight on token 0 received by tokens >= 8, in [0, 1]; NaN when there is no such token."""
-    rows = matrix[SINK_FROM:, 0]
+    rows = _of(matrix).matrix[SINK_FROM:, 0]
     return float(rows.mean()) if len(rows) else np.nan
 
 

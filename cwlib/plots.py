@@ -11,8 +11,10 @@ import numpy as np
 import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
-from matplotlib.colors import ListedColormap, PowerNorm
+from matplotlib.collections import QuadMesh
+from matplotlib.colors import ListedColormap, LogNorm, PowerNorm
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from cwlib import style
 
@@ -34,6 +36,13 @@ LABELS = {
     "norm_cv": "norm variation\n(std / mean)",
     "angle_correlation": "angle\ncorrelation",
     "holonomy_defect": "holonomy defect\nof triangles",
+    "laplacian_defect": "Laplacian\ndefect",
+    "metric_defect": "metric defect",
+    "inverse_defect": "inverse defect",
+    "metric_balance_defect": "metric balance\ndefect",
+    "mass": "mass 1 - s",
+    "dirichlet_energy": "Dirichlet\nenergy / size",
+    "parallel_defect": "parallel\ndefect",
 }
 NULLS = {  # drawn in grey, told apart by line style
     "gaussian": {"label": "Gaussian O, V", "linestyle": ":", "color": style.NULL["color"]},
@@ -63,10 +72,14 @@ def plot_walk(ax: Axes, matrix: np.ndarray, tokens: Sequence[str] | None = None)
 def plot_depth(ax: Axes, table: pd.DataFrame, checkpoint: str, metric: str, gauge: str = "") -> Axes:
     """Draw one metric of one checkpoint over depth.
 
-    The trained checkpoint is the mean over passages with the band between the 10th and 90th percentile; each
-    null is the mean over its passages and seeds with the band of its extremes.
+    The trained checkpoint is the mean over passages with the band between the 10th and 90th percentile; each null is
+    the mean over its passages and seeds with the band of its extremes. Says so where a metric is not defined, as the
+    way back under causal attention.
     """
     rows = table[(table["checkpoint"] == checkpoint) & (table["metric"] == metric) & (table["gauge"] == gauge)]
+    if rows.empty:
+        ax.text(0.5, 0.5, "not defined", transform=ax.transAxes, ha="center", va="center", color="#555555")
+        return ax
     for source, look in NULLS.items():
         null = rows[rows["source"] == source].groupby("depth")["value"]
         if null.ngroups:
@@ -116,6 +129,41 @@ def depth_grid(
         ax.set_title(f"{checkpoint}\n({kind})")
     fig.supxlabel("relative depth (0 = first layer, 1 = last)", fontsize="medium")
     _grey_legend(fig, axes)
+    return fig
+
+
+def plot_density(ax: Axes, table: pd.DataFrame, checkpoint: str, source: str) -> QuadMesh:
+    """Draw the spectral density of one checkpoint's generators, eigenvalue across and depth down, on a log scale.
+
+    Dashed lines bound [0, 2], where the eigenvalues of a connection Laplacian lie (T4 c). Returns the mesh, which a
+    colour bar needs.
+    """
+    rows = table[(table["metric"] == "spectral_density") & (table["source"] == source)]
+    density = rows[rows["checkpoint"] == checkpoint].assign(at=lambda r: r["at"].astype(float))
+    density = density.pivot_table(index="layer", columns="at", values="value")
+    norm = LogNorm(1e-4, 4.0, clip=True)
+    mesh = ax.pcolormesh(density.columns, density.index, density, cmap="cividis", norm=norm, rasterized=True)
+    for edge in (0, 2):
+        ax.axvline(edge, color="white", linestyle="--", linewidth=0.8)
+    ax.set_ylim(density.index.max() + 0.5, density.index.min() - 0.5)
+    ax.yaxis.set_major_locator(MaxNLocator(4, integer=True))
+    return mesh
+
+
+def density_grid(table: pd.DataFrame) -> Figure:
+    """A grid of `plot_density`: trained weights above the Gaussian null, one column per checkpoint."""
+    have = table[table["metric"] == "spectral_density"].drop_duplicates("checkpoint")
+    kinds = have.sort_values(["kind", "checkpoint"], ascending=[False, True]).set_index("checkpoint")["kind"]
+    size = style.WIDTHS["text"], 3.6
+    fig, axes = plt.subplots(2, len(kinds), figsize=size, sharex=True, sharey="col", squeeze=False)
+    for row, (source, name) in zip(axes, (("trained", "trained"), ("gaussian", "Gaussian O, V")), strict=True):
+        for ax, checkpoint in zip(row, kinds.index, strict=True):
+            mesh = plot_density(ax, table, checkpoint, source)
+        row[0].set_ylabel(f"{name}\nlayer")
+    for ax, (checkpoint, kind) in zip(axes[0], kinds.items(), strict=True):
+        ax.set_title(f"{checkpoint}\n({kind})")
+    fig.supxlabel("eigenvalue of the generator (transports at scale 1)", fontsize="medium")
+    fig.colorbar(mesh, ax=axes, label="density of eigenvalues", fraction=0.03)
     return fig
 
 

@@ -50,7 +50,7 @@ def _committed(folder: Path | None) -> tuple[pd.DataFrame, pd.DataFrame] | None:
     """The rows of an earlier run in ``folder``, and its cells that have all their rows; None if there are none."""
     if folder is None or not (folder / "study.csv").exists() or not (folder / "cells.csv").exists():
         return None
-    table = _read(folder / "study.csv", {"seed": int, "layer": int, "value": float}, ROW)
+    table = _read(folder / "study.csv", {"seed": int, "layer": int, "at": str, "value": float}, ROW)
     cells = _read(folder / "cells.csv", {"seed": int}, [*IDENTITY, "key", "digest"])
     digests = {identity: _digest(rows) for identity, rows in table.groupby(IDENTITY)}
     whole = [digests.get(tuple(c[i] for i in IDENTITY)) == c["digest"] for _, c in cells.iterrows()]
@@ -119,7 +119,7 @@ def run(
     Returns
     -------
     pandas.DataFrame
-        Columns checkpoint, source, seed, passage, layer, metric, gauge, value; sorted.
+        Columns checkpoint, source, seed, passage, layer, metric, gauge, at, value; sorted.
 
     Raises
     ------
@@ -242,6 +242,7 @@ COLUMNS = {
     "layer": "attention layer from 0; a step is filed under the later of its two layers",
     "metric": "name of the quantity; the rows below explain each",
     "gauge": "token walk looked at: mean (what attends) or norm (what flows); empty: does not matter",
+    "at": "where a metric that is a function is evaluated (the eigenvalue of a spectral density); else empty",
     "value": "the metric's value, averaged over heads where it is one per head",
     "key": "cells.csv: content address of a cell; a new one means that it is computed again",
     "stored_as": "cells.csv: precision of the weights on disk; they are expanded to dtype before the model runs",
@@ -253,7 +254,9 @@ COLUMNS = {
     "H, d, d_head, n_kv": "heads, dimension of a token's vector, of a head, number of value heads",
     "s, r": "singular values of a map, and the largest rank that its shape allows",
     "T_h, T, Omega_ij": "O_h V_h of head h; their sum over heads; transport of the edge j -> i",
-    "W, pi": "token walk (row-stochastic); the measure in which its flow pi_i W_ij is looked at",
+    "W, pi": "token walk (row-stochastic); measure of tokens, stationary if W is irreducible, else uniform",
+    "f_ij, K, P": "flow pi_i W_ij; the layer as a matrix of blocks K_ij = W_ij Omega_ij, and as an operator",
+    "|.|_M, K*": "norm and adjoint in l2(pi): tokens weighted by pi, fibres with the identity metric",
 }
 
 

@@ -2,8 +2,8 @@ r"""The theorems as numerical checks, shared by the notebooks and the tests.
 
 Each ``check_tN`` draws seeded instances of varied shape, compares both sides of the statement, and adds cases that
 break one hypothesis, where the conclusion must visibly fail. The right-hand sides here are explicit sums over tokens
-and heads or dense matrices. T1 and T2 are the paper's statements (as our reading of its abstract); T3 and T9 are
-additions of this artifact.
+and heads or dense matrices. T1 and T2 are the paper's statements, and the conditions of T4 (as our reading of its
+abstract); the others are additions of this artifact. T4 to T8 live in modules of their own and are collected here.
 """
 
 from itertools import product
@@ -13,6 +13,10 @@ from torch import Tensor
 
 from cwlib.checks import TOLERANCE, Check, compare
 from cwlib.synthetic import dependent_walk, generator, random_walk, varied_shapes
+from cwlib.theorems_causal import check_t5
+from cwlib.theorems_holonomy import check_t8
+from cwlib.theorems_laplacian import check_t4
+from cwlib.theorems_transport import check_t6, check_t7
 from cwlib.walk import ConnectionWalk
 
 F64 = torch.float64
@@ -234,4 +238,14 @@ def check_t9(instances: int = 20, seed: int = 0) -> list[Check]:
     return checks
 
 
-THEOREMS = {"T1": check_t1, "T2": check_t2, "T3": check_t3, "T9": check_t9}
+THEOREMS = {
+    "T1": check_t1,
+    "T2": check_t2,
+    "T3": check_t3,
+    "T4": check_t4,
+    "T5": check_t5,
+    "T6": check_t6,
+    "T7": check_t7,
+    "T8": check_t8,
+    "T9": check_t9,
+}

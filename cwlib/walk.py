@@ -8,7 +8,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from cwlib._types import Attention, Field, Gauge, HeadGram, Output, Section, Value, Walk
-from cwlib.cores import HeadTransports, quadratic_form, quartic_form
+from cwlib.blocks import FactoredBlocks
+from cwlib.cores import HeadTransports, quadratic_form
 from cwlib.validation import require_finite, require_gauge, validate_attention
 
 
@@ -88,6 +89,11 @@ class ConnectionWalk:
     def transports(self) -> HeadTransports:
         """The factored headwise transports T_h and their cores."""
         return HeadTransports(self.value, self.output, self.groups)
+
+    @cached_property
+    def blocks(self) -> FactoredBlocks:
+        """Norms, traces and ranks of the transports Omega_ij, edge by edge, without forming one (T9)."""
+        return FactoredBlocks(self.gates(), self.transports)
 
     @property
     def heads(self) -> int:
@@ -250,9 +256,7 @@ class ConnectionWalk:
 
     def rank_bound(self) -> Float[Tensor, "dst src"]:
         r"""Bound on rank Omega_ij: the widths of the active value heads added up, at most d_model (T7)."""
-        active = (self.attention > 0).unflatten(0, (-1, self.groups))
-        # One query head of a group bounds the rank by d_head, and so do all of them: they share V.
-        return (active.any(1).sum(0) * self.transports.d_head).clamp_max(self.d_model).to(torch.float64)
+        return self.blocks.ranks
 
     def edge_isometry(self) -> Float[Tensor, "dst src"]:
         r"""Isometry of every edge's transport on its rank bound r, float64 (T7, T9).
@@ -266,14 +270,13 @@ class ConnectionWalk:
         Float[Tensor, "dst src"]
             NaN where the edge carries no weight, or its heads' transports cancel to below 1e-5 of their mean square.
         """
-        weights = self.gates()
-        squares = quadratic_form(weights, self.transports.head_gram)
-        fourths = quartic_form(weights, self.transports.quartic)
+        squares, fourths = self.blocks.squares, self.blocks.quartics
         # Where head transports cancel, |Omega|^2 is a small difference of large terms, and the quartic form loses twice
         # the digits: at this ratio about five are right.
-        scale = quadratic_form(weights, torch.diag(self.transports.head_gram.diagonal()))
+        alone = torch.diag(self.transports.head_gram.diagonal())
+        scale = quadratic_form(self.gates() * self.heads, alone)
         defined = self.support & (squares > 1e-5 * scale) & (fourths > 0)
-        return torch.where(defined, squares**2 / (self.rank_bound() * fourths), torch.nan)
+        return torch.where(defined, squares**2 / (self.blocks.ranks * fourths), torch.nan)
 
     def to_dense(self) -> Float[Tensor, "dst_fibre src_fibre"]:
         r"""The dense operator :math:`K`, shape (n_dst d_model, n_src d_model), float64: tiny examples only.

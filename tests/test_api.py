@@ -62,12 +62,15 @@ def test_unknown_names_are_refused() -> None:
         cwlib.nonsense  # noqa: B018
 
 
-def test_metrics_are_those_of_the_theory_that_need_no_laplacian(fresh: dict) -> None:
+def test_metrics_are_those_of_the_theory(fresh: dict) -> None:
     graph = {"depth_step", "operator_cosine", "spectral_step", "reversibility_defect", "spectral_gap", "entropy_rate"}
     graph |= {"sink_mass", "schmidt_participation", "single_walk_error"}
     transport = {"head_isometry", "sum_isometry", "edge_isometry", "norm_cv", "angle_correlation", "symmetry"}
     transport |= {"identity_alignment", "holonomy_defect"}
-    assert set(cwlib.METRICS) == set(fresh["metrics"]) == graph | transport | {"t2_residual"}
+    operator = {"laplacian_defect", "metric_defect", "inverse_defect", "metric_balance_defect", "mass"}
+    operator |= {"dirichlet_energy", "parallel_defect"}
+    operator |= {"spectral_density", "spectral_density_error", "spectrum_lowest", "spectrum_highest"}
+    assert set(cwlib.METRICS) == set(fresh["metrics"]) == graph | transport | operator | {"t2_residual"}
     assert all(metric.name == name for name, metric in cwlib.METRICS.items())
 
 
@@ -129,7 +132,7 @@ def test_a_study_is_run_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     # T2 alone, so that it takes no time
     monkeypatch.setitem(cwlib.study.PROFILES, "smoke", ((), ("tiny-llama", "tiny-bert")))
     table = cwlib.study.run("smoke", texts=[Passage("one", "", "a few words")], progress=False)
-    assert list(table.columns) == ["checkpoint", "source", "seed", "passage", "layer", "metric", "gauge", "value"]
+    assert list(table.columns) == ["checkpoint", "source", "seed", "passage", "layer", "metric", "gauge", "at", "value"]
     assert len(table) == 6
     assert table["value"].max() <= 1e-5
 

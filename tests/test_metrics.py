@@ -13,9 +13,9 @@ import torch
 from oracles import Layer, agree
 from torch import Tensor
 
-from cwlib import metrics
+from cwlib import laplacian, metrics
 from cwlib.cores import HeadTransports
-from cwlib.laplacian import stochastic_walk, uniform_measure
+from cwlib.measures import stochastic_walk, uniform_measure
 from cwlib.metrics import METRICS, measure
 from cwlib.synthetic import dependent_walk, gaussian_transports, isometric_transports, random_walk
 from cwlib.walk import ConnectionWalk
@@ -333,7 +333,7 @@ def test_symmetry_and_alignment_of_known_transports() -> None:
         agree(metrics.identity_alignment(transports), np.cos(angle))
         agree(metrics.symmetry(transports), np.cos(angle) ** 2)
     # a random matrix has half its square in the symmetric part
-    large = gaussian_transports(HeadTransports(torch.zeros(2, 64, 256), torch.zeros(2, 256, 64)), 0)
+    large = gaussian_transports(HeadTransports(torch.ones(2, 64, 256), torch.ones(2, 256, 64)), 0)
     assert abs(metrics.symmetry(large) - 0.5) < 0.01 and abs(metrics.identity_alignment(large)) < 0.02
 
 
@@ -393,8 +393,8 @@ def assert_same(left: dict[str, float], right: dict[str, float], sign: float = 1
     assert left.keys() == right.keys()
     for name in left:
         factor = sign if name == "identity_alignment" else 1
-        # the square root in the error doubles the rounding's exponent
-        tolerance = 1e-7 if name == "single_walk_error" else 1e-9
+        # the square root in an error or a defect doubles the rounding's exponent
+        tolerance = 1e-7 if name == "single_walk_error" or name.endswith("_defect") else 1e-9
         agree(left[name], factor * right[name], rtol=1e-9, atol=tolerance)
 
 
@@ -417,7 +417,10 @@ def test_scale_of_the_transports_does_not_matter(c: float, unchecked: None) -> N
         for (layer, walk), seed in zip(pairs(kind), SEEDS, strict=True):
             field = gaussian(seed, 5, walk.d_model)
             scaled = Layer(layer.attention, layer.value, c * layer.output, layer.groups)
-            assert_same(everything(walk_of(scaled), 3 * field), everything(walk, field), sign=np.sign(c))
+            after, before = everything(walk_of(scaled), 3 * field), everything(walk, field)
+            if "mass" in before:  # the scale is what it measures
+                agree(1 - after.pop("mass"), abs(c) * (1 - before.pop("mass")))
+            assert_same(after, before, sign=np.sign(c))
 
 
 def test_order_of_heads_does_not_matter(unchecked: None) -> None:
@@ -483,6 +486,9 @@ def stack() -> tuple[FakeLayer, FakeLayer]:
 
 
 NEEDS_MODEL = {"depth_step", "operator_cosine", "spectral_step", "norm_cv", "angle_correlation", "t2_residual"}
+NEEDS_MODEL |= {"dirichlet_energy", "parallel_defect"}
+SPECTRUM = {"spectral_density", "spectral_density_error", "spectrum_lowest", "spectrum_highest"}  # by name only
+BY_DEFAULT = [name for name in METRICS if name not in SPECTRUM]
 
 
 @pytest.mark.parametrize("gauge", ["mean", "norm"])
@@ -508,11 +514,18 @@ def test_measure_calls_every_metric_with_what_it_is_about(gauge: str) -> None:
         "norm_cv": metrics.norm_cv(transports, layer.field),
         "angle_correlation": metrics.angle_correlation(transports, layer.field),
         "holonomy_defect": metrics.holonomy_defect(layer.walk),
+        "laplacian_defect": laplacian.laplacian_defect(layer.walk),
+        "metric_defect": laplacian.metric_defect(layer.walk),
+        "inverse_defect": laplacian.inverse_defect(layer.walk),
+        "metric_balance_defect": laplacian.metric_balance_defect(layer.walk),
+        "mass": laplacian.mass(layer.walk),
+        "dirichlet_energy": laplacian.dirichlet_energy(layer.walk, layer.field),
+        "parallel_defect": laplacian.parallel_defect(layer.walk, layer.field),
         "t2_residual": 0.125,
     }
     measured = measure(layer, gauge=gauge)
     assert measured == expected
-    assert list(measured) == list(METRICS)
+    assert list(measured) == BY_DEFAULT
     assert all(type(value) is float for value in measured.values())
     some = ["symmetry", "depth_step"]
     assert measure(layer, some, gauge=gauge) == {name: expected[name] for name in some}
@@ -521,8 +534,8 @@ def test_measure_calls_every_metric_with_what_it_is_about(gauge: str) -> None:
 def test_gauge_matters_to_attention_graphs_alone() -> None:
     _, layer = stack()
     mean, norm = measure(layer), measure(layer, gauge="norm")
-    for name, metric in METRICS.items():
-        assert (mean[name] != norm[name]) == (metric.about == "graph"), name
+    for name in BY_DEFAULT:
+        assert (mean[name] != norm[name]) == (METRICS[name].about == "graph"), name
 
 
 def test_a_first_layer_has_no_step() -> None:
@@ -535,14 +548,15 @@ def test_a_first_layer_has_no_step() -> None:
 def test_a_bare_walk_has_what_needs_no_model() -> None:
     first, _ = stack()
     measured = measure(first.walk)
-    assert set(measured) == set(METRICS) - NEEDS_MODEL
+    assert set(measured) == set(BY_DEFAULT) - NEEDS_MODEL
     assert measured == {name: value for name, value in measure(first).items() if name in measured}
 
 
 def test_a_walk_between_different_token_sets_has_what_needs_no_way_back() -> None:
     measured = measure(random_walk(0, tokens=9, sources=6))
     refused = {"reversibility_defect", "spectral_gap", "spectral_step", "holonomy_defect"}
-    assert set(measured) == set(METRICS) - NEEDS_MODEL - refused
+    refused |= {"laplacian_defect", "metric_defect", "inverse_defect", "metric_balance_defect", "mass"}
+    assert set(measured) == set(BY_DEFAULT) - NEEDS_MODEL - refused
     assert np.isfinite(list(measured.values())).all()
 
 
@@ -550,10 +564,10 @@ def test_metrics_of_weights_do_not_depend_on_attention() -> None:
     first, layer = stack()
     other = FakeLayer(ConnectionWalk.from_transports(first.walk.attention, layer.walk.transports), layer.field, first)
     left, right = measure(layer), measure(other)
-    for name, metric in METRICS.items():
-        if metric.weights_only:
+    for name in BY_DEFAULT:
+        if METRICS[name].weights_only:
             assert left[name] == right[name]
-        elif metric.about != "transport":
+        elif METRICS[name].about != "transport":
             assert left[name] != right[name] or name == "t2_residual", name
     assert {n for n, m in METRICS.items() if m.weights_only} == {
         "head_isometry", "sum_isometry", "symmetry", "identity_alignment",
@@ -623,3 +637,45 @@ def test_metrics_of_the_sum_keep_their_digits_where_heads_cancel(rest: float) ->
         assert metric(cancelling) == pytest.approx(metric(left), rel=1e-4)
     # their rank bounds differ: min(8, 4 x 3) and 2 x 3
     assert 8 * metrics.sum_isometry(cancelling) == pytest.approx(6 * metrics.sum_isometry(left), rel=1e-4)
+
+
+# --- the spectrum ----------------------------------------------------------------------------------------------------
+
+
+def generator_spectrum(walk: ConnectionWalk) -> np.ndarray:
+    """Eigenvalues of I - (P + P*)/(2 s), dense, in the stationary measure if there is one."""
+    dense, w = walk.to_dense().numpy(), walk.effective_walk().numpy()
+    pi = oracles.measure(w).repeat(walk.d_model) ** 0.5
+    balanced = pi[:, None] * dense / pi
+    return 1 - np.linalg.eigvalsh(balanced + balanced.T) / 2 / (1 - laplacian.mass(walk))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_spectral_density_is_that_of_the_dense_generator(causal: bool) -> None:
+    walk = random_walk(3, heads=2, tokens=12, d_model=8, d_head=4, causal=causal)
+    found = measure(walk, sorted(SPECTRUM))
+    exact = generator_spectrum(walk)
+    at = np.array(METRICS["spectral_density"].at)
+    smooth = np.exp(-((at[:, None] - exact) ** 2) / (2 * 0.1**2)).mean(1) / (0.1 * np.sqrt(2 * np.pi))
+    error = found["spectral_density_error"]
+    assert found["spectral_density"].shape == error.shape == at.shape == (41,)
+    assert (error > 0).sum() > 10 and error.max() < 0.3
+    # four probes: three estimated deviations, and a little for where the estimate itself happens to be small
+    assert (np.abs(found["spectral_density"] - smooth) <= 3 * error + 0.05).mean() > 0.9
+    assert found["spectrum_lowest"] == pytest.approx(exact.min(), abs=1e-6)
+    assert found["spectrum_highest"] == pytest.approx(exact.max(), abs=1e-6)
+
+
+def test_the_spectrum_of_a_connection_laplacian_lies_where_t4_puts_it() -> None:
+    """One head whose transport is a scaled reflection, and a symmetric walk (T4 e)."""
+    reflection = torch.diag(torch.tensor([1.0, 1.0, -1.0], dtype=F64))
+    attention = torch.full((1, 4, 4), 0.25, dtype=F64)
+    walk = ConnectionWalk(attention, torch.eye(3, dtype=F64)[None], 2.5 * reflection[None])
+    found = measure(walk, ["spectrum_lowest", "spectrum_highest", "mass"])
+    # eigenvalues of the walk are 1 and 0; of the reflection, 1 and -1
+    agree(list(found.values()), [0.0, 2.0, -1.5])
+
+
+def test_the_spectrum_is_asked_for_by_name() -> None:
+    assert not SPECTRUM & set(measure(SECOND)) and set(SPECTRUM) <= set(METRICS)
+    assert all(METRICS[name].about == "spectrum" for name in SPECTRUM)

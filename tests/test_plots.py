@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 
-from cwlib import plots, style
+from cwlib import plots, plots_theory, style
 from cwlib.metrics import METRICS
 
 CHECKPOINTS = {
@@ -313,7 +313,7 @@ def test_the_grid_takes_the_checkpoints_and_the_gauge_it_is_given() -> None:
     assert set(trained.get_ydata()) == {5.0}
 
 
-@pytest.mark.parametrize("module", [plots, style], ids=["plots", "style"])
+@pytest.mark.parametrize("module", [plots, plots_theory, style], ids=["plots", "plots_theory", "style"])
 def test_plots_know_nothing_of_models(module: ModuleType) -> None:
     allowed = {"matplotlib", "numpy", "pandas", "seaborn"} | set(sys.stdlib_module_names)
     for node in ast.walk(ast.parse(inspect.getsource(module))):
