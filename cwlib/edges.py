@@ -36,6 +36,8 @@ class EdgeWalk:
     maps : Float[Tensor, "edge d_model d_model"]
         :math:`\Omega_{ij} : F_j \to F_i`.
 
+    Tensors must not change afterwards: build a new walk instead.
+
     Raises
     ------
     ValueError

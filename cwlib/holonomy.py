@@ -4,8 +4,8 @@ Dense in d_model, for small walks and single cycles; the average over many trian
 `cwlib.metrics.holonomy_defect`.
 """
 
+import operator
 from collections.abc import Sequence
-from operator import index
 
 import torch
 from jaxtyping import Float
@@ -21,7 +21,7 @@ def _require_tokens(walk: AnyWalk, name: str, tokens: Sequence[int]) -> list[int
     if walk.n_dst != walk.n_src:
         raise ValueError(f"walk: expected as many destinations as sources, got {walk.n_dst} and {walk.n_src}")
     try:
-        indices = [index(token) for token in tokens]
+        indices = [operator.index(token) for token in tokens]
     except TypeError:
         raise ValueError(f"{name}: expected token indices, got {tokens!r}") from None
     if not indices:

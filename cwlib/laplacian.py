@@ -1,4 +1,4 @@
-r"""How far a walk is from a random-walk connection Laplacian: the conditions of T4 as numbers, energy and holonomy.
+r"""How far a walk is from a random-walk connection Laplacian: the conditions of T4 as numbers, and energy.
 
 With a measure :math:`\pi` on tokens and inner products :math:`G_i` on fibres, :math:`M = blockdiag(\pi_i G_i)`, the
 generator :math:`L = I - P` is a random-walk connection Laplacian if (S) :math:`W1 = 1`, (R) :math:`\pi_i W_{ij} = \pi_j
@@ -111,6 +111,9 @@ _CHOSEN: "WeakKeyDictionary[AnyWalk, Measure]" = WeakKeyDictionary()  # walks do
 
 def measure_and_flow(walk: AnyWalk, measure: Measure | None) -> tuple[Measure, Float[Tensor, "dst src"]]:
     """The measure (chosen if not given) and the token flow pi_i W_ij in the mean gauge."""
+    if not isinstance(walk, AnyWalk):
+        hint = "pass its .walk" if hasattr(walk, "walk") else "build one from your tensors"
+        raise ValueError(f"walk: expected a ConnectionWalk or an EdgeWalk, got {type(walk).__name__}; {hint}")
     matrix = walk.effective_walk("mean")
     if measure is not None:
         measure = require_measure(measure, walk.n_dst)
@@ -127,7 +130,7 @@ def laplacian_defect(walk: AnyWalk, measure: Measure | None = None) -> float:
     The nearest one is :math:`\frac12(K + K^*)`. With :math:`|K|_M^2 = \sum_{ij}\frac{\pi_i}{\pi_j}|K_{ij}|_F^2` and
     :math:`\langle K, K^*\rangle_M = tr(K^2) = \sum_{ij}tr(K_{ij}K_{ji})`, which depends on neither measure nor metric,
     its square is :math:`\frac12(1 - tr(K^2)/|K|_M^2)`. Zero iff the generator is self-adjoint; 1/:math:`\sqrt2`
-    if nothing flows back, as in a random operator; one iff K is skew.
+    if nothing flows back, as in a random operator; one iff K is skew; NaN if K vanishes.
 
     Parameters
     ----------
@@ -142,8 +145,9 @@ def laplacian_defect(walk: AnyWalk, measure: Measure | None = None) -> float:
         If there are not as many destinations as sources, or the measure is not positive.
     """
     measure, flow = measure_and_flow(walk, measure)
-    norm = (flow**2 * walk.blocks.squares / (measure[:, None] * measure[None, :])).sum()
-    square = (flow * flow.T * walk.blocks.pairings / (measure[:, None] * measure[None, :])).sum()
+    matrix = flow / measure[:, None]
+    norm = (flow * matrix * walk.blocks.squares / measure[None, :]).sum()
+    square = (matrix * matrix.T * walk.blocks.pairings).sum()
     return float(((1 - square / norm).clamp_min(0) / 2).sqrt())
 
 
@@ -178,15 +182,23 @@ def metric_defect(walk: AnyWalk, measure: Measure | None = None) -> float:
     return float((1 - match / ((flow * blocks.ranks).sum() * (flow * blocks.quartics).sum())).clamp_min(0).sqrt())
 
 
-def mass(walk: AnyWalk, measure: Measure | None = None) -> float:
-    r""":math:`1 - s` for the scale :math:`s^2 = \sum f_{ij}|\Omega_{ij}|_F^2/\sum f_{ij}r_{ij}` (T4 f); below 1.
+def scale(walk: AnyWalk, measure: Measure | None = None) -> float:
+    r"""The scale s of the transports, :math:`s^2 = \sum f_{ij}|\Omega_{ij}|_F^2/\sum f_{ij}r_{ij}` (T4 f), >= 0.
 
-    The scale of the isometry that `metric_defect` compares with: if :math:`\Omega = sO`, then
-    :math:`L = (1-s)I + s(I - P_O)`, a connection Laplacian with a mass. Negative where transports stretch.
-    Parameters and errors as in `laplacian_defect`.
+    That of the isometry which `metric_defect` compares with. In the mean gauge :math:`\Omega` is H times a mixture, so
+    H is in it. Parameters and errors as in `laplacian_defect`.
     """
     _, flow = measure_and_flow(walk, measure)
-    return float(1 - ((flow * walk.blocks.squares).sum() / (flow * walk.blocks.ranks).sum()).sqrt())
+    return float(((flow * walk.blocks.squares).sum() / (flow * walk.blocks.ranks).sum()).sqrt())
+
+
+def mass(walk: AnyWalk, measure: Measure | None = None) -> float:
+    r""":math:`1 - s` for the scale :math:`s^2 = \sum f_{ij}|\Omega_{ij}|_F^2/\sum f_{ij}r_{ij}` (T4 f), at most 1.
+
+    If :math:`\Omega = sO` with isometries O, then :math:`L = (1-s)I + s(I - P_O)`, a connection Laplacian with a mass.
+    Negative where transports stretch. Parameters and errors as in `laplacian_defect`.
+    """
+    return 1 - scale(walk, measure)
 
 
 def metric_balance_defect(walk: AnyWalk, measure: Measure | None = None) -> float:
@@ -275,12 +287,11 @@ def conditions(walk: AnyWalk, measure: Measure | None = None) -> dict[str, str |
         ``detailed_balance_defect`` and ``laplacian_defect`` (a), ``metric_balance_defect`` (b). All but ``mass`` vanish
         for a connection Laplacian up to scale; ``mass`` then gives the scale.
     """
-    matrix = walk.effective_walk("mean")
-    name = choose_measure(matrix)[0] if measure is None else "given"
+    given = measure is not None
     measure, _ = measure_and_flow(walk, measure)
-    operator = (
-        metric_defect, inverse_defect, mass, detailed_balance_defect, laplacian_defect, metric_balance_defect
-    )  # fmt: skip
+    matrix = walk.effective_walk("mean")
+    name = "given" if given else choose_measure(matrix)[0]
+    operator = metric_defect, inverse_defect, mass, detailed_balance_defect, laplacian_defect, metric_balance_defect
     return {
         "measure": name,
         "stochasticity_defect": stochasticity_defect(matrix),

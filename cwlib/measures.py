@@ -22,8 +22,8 @@ Measure = Float[Tensor, " token"]
 def stochastic_walk(walk: ConnectionWalk, gauge: str = "mean") -> Walk:
     """The row-stochastic token walk W of a layer, float64.
 
-    ``mean``: the mean of the heads' attention, row-stochastic as it stands. ``norm``: what flows along each edge,
-    |K_ij|_F / sqrt(d), divided by its row sums.
+    ``mean``, ``sum``: the mean of the heads' attention, row-stochastic as it stands. ``norm``: what flows along each
+    edge, |K_ij|_F / sqrt(d), divided by its row sums.
 
     Raises
     ------
@@ -54,12 +54,14 @@ def stationary_measure(matrix: Walk) -> Measure:
     Raises
     ------
     ValueError
-        If W is not square or not irreducible (a causal walk never is, T5: its only stationary law sits on token 0).
+        If W is not square or not irreducible (a causal walk never is, T5: its only stationary law sits on token 0), or
+        if weights of the law are too small for a float.
     """
+    matrix = matrix.detach()
     if not is_irreducible(matrix):
         raise ValueError(
             f"matrix: expected an irreducible square walk, got shape {tuple(matrix.shape)} with more than one "
-            "communicating class (causal walks are absorbed by token 0, T5); use uniform_measure and say so"
+            "communicating class (under causal attention token 0 absorbs, T5); use uniform_measure and say so"
         )
     # Elimination of states without subtraction (Grassmann, Taksar, Heyman 1985): every entry keeps its relative
     # accuracy, also where parts of the walk are linked by tiny weights only.
@@ -71,6 +73,12 @@ def stationary_measure(matrix: Walk) -> Measure:
     measure = np.ones(tokens)
     for token in range(1, tokens):
         measure[token] = measure[:token] @ rest[:token, token]
+    measure /= measure.max()
+    if not measure.min() > 0:
+        raise ValueError(
+            f"matrix: expected a walk whose stationary law floats can hold, got weight 0 at token {measure.argmin()}; "
+            "some tokens are reached next to never: use uniform_measure or degree_measure and say so"
+        )
     return torch.from_numpy(measure / measure.sum()).to(matrix.device)
 
 
@@ -85,7 +93,8 @@ def degree_measure(matrix: Walk) -> Measure:
         If W is not square, or some token neither sends nor receives.
     """
     _require_square(matrix)
-    degree = (matrix.sum(1) + matrix.sum(0)).to(torch.float64)
+    matrix = matrix.detach().to(torch.float64)
+    degree = matrix.sum(1) + matrix.sum(0)
     if not (degree > 0).all():
         raise ValueError(
             f"matrix: expected weight at every token, got none at token {int((degree > 0).int().argmin())}"
@@ -124,6 +133,7 @@ def require_measure(measure: Measure, tokens: int) -> Measure:
             f"{float(measure.min()):.3g}; uniform_measure and degree_measure are positive for every walk"
         )
     measure = measure.detach().to(torch.float64)
+    measure = measure / measure.max()  # first, for the sum of the largest floats is infinite
     return measure / measure.sum()
 
 

@@ -110,26 +110,35 @@ def _line(function: Callable) -> str:
     return re.sub(r":math:`([^`]*)`", r"$\1$", first).replace("``", "`")
 
 
-_TOKEN_WALKS: "WeakKeyDictionary[ConnectionWalk, dict[Gauge, TokenWalk]]" = WeakKeyDictionary()
+_TOKEN_WALKS: "WeakKeyDictionary[ConnectionWalk, dict[Gauge, TokenWalk | None]]" = WeakKeyDictionary()
 
 
-def _token_walk(walk: ConnectionWalk, gauge: Gauge) -> TokenWalk:
-    """W with its measure and spectrum, kept while the layer lives: several metrics need them."""
+def _token_walk(walk: ConnectionWalk, gauge: Gauge) -> TokenWalk | None:
+    """W with its measure and spectrum, kept while the layer lives; None if nothing flows into some token."""
     known = _TOKEN_WALKS.setdefault(walk, {})
     if gauge not in known:
-        known[gauge] = TokenWalk(stochastic_walk(walk, gauge))
+        defined = bool((walk.effective_walk(gauge) > 0).any(1).all())
+        known[gauge] = TokenWalk(stochastic_walk(walk, gauge)) if defined else None
     return known[gauge]
 
 
+def _on_token_walks(function: Callable[..., float], gauge: Gauge, *walks: ConnectionWalk) -> float:
+    found = [_token_walk(walk, gauge) for walk in walks]
+    return np.nan if None in found else function(*found)
+
+
 def _graph(function: Callable[[TokenWalk], float], bounds: str) -> Metric:
-    return Metric(function.__name__, "graph", bounds, lambda x, g: function(_token_walk(x.walk, g)), _line(function))
+    def compute(layer: Layer, gauge: Gauge) -> float:
+        return _on_token_walks(function, gauge, layer.walk)
+
+    return Metric(function.__name__, "graph", bounds, compute, _line(function))
 
 
 def _graph_step(function: Callable[[TokenWalk, TokenWalk], float], bounds: str) -> Metric:
     def compute(layer: Layer, gauge: Gauge) -> float:
         if layer.previous is None:
             return np.nan
-        return function(_token_walk(layer.previous.walk, gauge), _token_walk(layer.walk, gauge))
+        return _on_token_walks(function, gauge, layer.previous.walk, layer.walk)
 
     return Metric(function.__name__, "graph", bounds, compute, _line(function))
 
@@ -140,7 +149,8 @@ def _on_walk(function: Callable[[ConnectionWalk], float], bounds: str) -> Metric
 
 def _on_weights(function: Callable[[HeadTransports], float | Tensor], bounds: str) -> Metric:
     def compute(layer: Layer, _: Gauge) -> float:
-        return float(torch.as_tensor(function(layer.walk.transports), dtype=torch.float64).mean())
+        # a head without any transport has no isometry; the mean is over the others
+        return float(torch.as_tensor(function(layer.walk.transports), dtype=torch.float64).nanmean())
 
     return Metric(function.__name__, "transport", bounds, compute, _line(function), weights_only=True)
 
@@ -251,6 +261,11 @@ def measure(
     if gauge not in ("mean", "norm"):
         raise ValueError(f"gauge: expected 'mean' or 'norm', got {gauge!r} (sum is H times mean)")
     bare = isinstance(layer, ConnectionWalk)
+    if not bare and not isinstance(getattr(layer, "walk", None), ConnectionWalk):
+        raise ValueError(
+            f"layer: expected a layer from cwlib.layers or a ConnectionWalk, got {type(layer).__name__}; functions of "
+            "cwlib.laplacian and cwlib.holonomy take an EdgeWalk too"
+        )
     walk = layer if bare else layer.walk
     needs_model = {"depth_step", "spectral_step", "operator_cosine", "norm_cv", "angle_correlation", "t2_residual"}
     needs_model |= {"dirichlet_energy", "parallel_defect"}

@@ -38,7 +38,7 @@ AnyTokenWalk = Walk | TokenWalk
 
 
 def _of(walk: AnyTokenWalk) -> TokenWalk:
-    return walk if isinstance(walk, TokenWalk) else TokenWalk(walk)
+    return walk if isinstance(walk, TokenWalk) else TokenWalk(walk.detach())
 
 
 def depth_step(before: AnyTokenWalk, after: AnyTokenWalk) -> float:
@@ -47,8 +47,12 @@ def depth_step(before: AnyTokenWalk, after: AnyTokenWalk) -> float:
 
 
 def operator_cosine(before: ConnectionWalk, after: ConnectionWalk) -> float:
-    r"""Cosine between neighbouring operators, :math:`\langle K, K'\rangle / (|K|\,|K'|)` in [-1, 1] (T9)."""
-    return before.inner(after) / (before.norm() * after.norm())
+    r"""Cosine between neighbouring operators, :math:`\langle K, K'\rangle / (|K|\,|K'|)` in [-1, 1] (T9).
+
+    NaN if one of them vanishes.
+    """
+    size = before.norm() * after.norm()
+    return before.inner(after) / size if size > 0 else np.nan
 
 
 def spectral_step(before: AnyTokenWalk, after: AnyTokenWalk) -> float:
@@ -64,7 +68,7 @@ def reversibility_defect(matrix: AnyTokenWalk) -> float:
 def spectral_gap(matrix: AnyTokenWalk) -> float:
     r""":math:`1 - \lambda_2` of the reversibilised walk, in [0, 2]; pi as in `reversibility_defect`."""
     spectrum = _of(matrix).spectrum
-    return float(1 - spectrum[-2]) if len(spectrum) > 1 else np.nan
+    return max(float(1 - spectrum[-2]), 0.0) if len(spectrum) > 1 else np.nan
 
 
 def entropy_rate(matrix: AnyTokenWalk, measure: Measure | None = None) -> float:

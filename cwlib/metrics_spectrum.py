@@ -2,7 +2,7 @@ r"""The spectrum of a layer's generator as metrics: a smoothed density and the e
 
 The operator is :math:`I - \frac1{2s}(P + P^*)`: additive reversibilisation in the measure of
 `cwlib.measures.choose_measure` (stationary if W is irreducible, uniform under causal attention, T5), fibres with the
-identity metric, transports divided by their scale s (see `cwlib.laplacian.mass`). For a connection Laplacian up to
+identity metric, transports divided by their scale s (see `cwlib.laplacian.scale`). For a connection Laplacian up to
 scale all eigenvalues lie in [0, 2] (T4 c).
 """
 
@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from cwlib.laplacian import mass
+from cwlib.laplacian import scale
 from cwlib.spectra import SpectralDensity, additive, walk_operator
 from cwlib.spectra import spectral_density as quadrature
 from cwlib.walk import ConnectionWalk
@@ -25,8 +25,17 @@ _KNOWN: "WeakKeyDictionary[ConnectionWalk, tuple[float, SpectralDensity]]" = Wea
 def _spectrum(walk: ConnectionWalk) -> tuple[float, SpectralDensity]:
     """The scale of the transports and the spectral measure of 1/2 (P + P*), remembered while the walk lives."""
     if walk not in _KNOWN:
-        _KNOWN[walk] = 1 - mass(walk), quadrature(additive(walk_operator(walk)), PROBES, STEPS)
+        _KNOWN[walk] = scale(walk), quadrature(additive(walk_operator(walk)), PROBES, STEPS)
     return _KNOWN[walk]
+
+
+def _smoothed(walk: ConnectionWalk) -> tuple[np.ndarray, np.ndarray]:
+    """The density of the generator on the grid and its error; NaN where all transports vanish."""
+    s, found = _spectrum(walk)
+    if not s > 0:
+        return np.full(len(GRID), np.nan), np.full(len(GRID), np.nan)
+    density, error = found.smooth(s * (1 - GRID), s * WIDTH)
+    return density * s, error * s
 
 
 def spectral_density(walk: ConnectionWalk) -> np.ndarray:
@@ -34,23 +43,21 @@ def spectral_density(walk: ConnectionWalk) -> np.ndarray:
 
     By stochastic Lanczos quadrature; 4 probes, 30 steps.
     """
-    scale, found = _spectrum(walk)
-    return found.smooth(scale * (1 - GRID), scale * WIDTH)[0] * scale
+    return _smoothed(walk)[0]
 
 
 def spectral_density_error(walk: ConnectionWalk) -> np.ndarray:
     """Estimated error of the spectral density, one standard deviation."""
-    scale, found = _spectrum(walk)
-    return found.smooth(scale * (1 - GRID), scale * WIDTH)[1] * scale
+    return _smoothed(walk)[1]
 
 
 def spectrum_lowest(walk: ConnectionWalk) -> float:
     r"""Lowest eigenvalue of :math:`I - \frac1{2s}(P + P^*)` that Lanczos iteration finds; >= 0 by T4 (c)."""
-    scale, found = _spectrum(walk)
-    return float(1 - found.nodes.max() / scale)
+    s, found = _spectrum(walk)
+    return float(1 - found.nodes.max() / s) if s > 0 else np.nan
 
 
 def spectrum_highest(walk: ConnectionWalk) -> float:
     r"""Highest eigenvalue of :math:`I - \frac1{2s}(P + P^*)` that Lanczos iteration finds; <= 2 by T4 (c)."""
-    scale, found = _spectrum(walk)
-    return float(1 - found.nodes.min() / scale)
+    s, found = _spectrum(walk)
+    return float(1 - found.nodes.min() / s) if s > 0 else np.nan

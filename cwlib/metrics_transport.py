@@ -47,7 +47,7 @@ def symmetry(transports: HeadTransports) -> float:
 def identity_alignment(transports: HeadTransports) -> float:
     r""":math:`tr\,T / (\sqrt d\,|T|_F)` in [-1, 1]: the cosine between T and the identity."""
     total = transports.total()
-    return float(total.traces() / (total.d_model * total.head_gram[0]).sqrt())
+    return float((total.traces() / (total.d_model * total.head_gram[0]).sqrt()).clamp(-1, 1))
 
 
 def norm_cv(transports: HeadTransports, field: Field) -> float:
@@ -59,7 +59,7 @@ def norm_cv(transports: HeadTransports, field: Field) -> float:
 def angle_correlation(transports: HeadTransports, field: Field) -> float:
     r"""Pearson correlation of the cosines of token pairs before and after T, in [-1, 1]; NaN below 3 tokens."""
     cosines = []
-    for vectors in (field.to(torch.float64), transports.total().apply(field)[0]):
+    for vectors in (field.detach().to(torch.float64), transports.total().apply(field)[0]):
         unit = torch.nn.functional.normalize(vectors, dim=1)
         cosines.append((unit @ unit.T)[tuple(torch.triu_indices(len(unit), len(unit), 1))].cpu().numpy())
     return float(np.corrcoef(*cosines)[0, 1]) if len(cosines[0]) > 2 else np.nan
@@ -101,4 +101,4 @@ def holonomy_defect(walk: ConnectionWalk, triangles: Int[Tensor, "triangle 3"] |
     pairing = quartic.permute(0, 2, 1, 3).flatten(2, 3).flatten(0, 1)
     composed = (path * (pairing @ path)).sum(0)
     straight = (direct * (walk.transports.head_gram @ direct)).sum(0)
-    return float(1 - (inner.abs() / (composed * straight).sqrt()).mean())
+    return max(float(1 - (inner.abs() / (composed * straight).sqrt()).mean()), 0.0)

@@ -1,4 +1,4 @@
-"""One function per kind of panel: ``plot_*(ax, table, ...) -> ax``, and the grids that notebooks compose of them.
+"""One function per kind of panel: ``plot_*(ax, table, ...)``, and the grids that notebooks compose of them.
 
 Panels read the tables of `cwlib.study` and `cwlib.claims` and know nothing of models. Trained checkpoints are drawn in
 colour, nulls in grey; encoders and decoders differ in marker and line style as well.
@@ -142,7 +142,13 @@ def plot_density(ax: Axes, table: pd.DataFrame, checkpoint: str, source: str) ->
     density = rows[rows["checkpoint"] == checkpoint].assign(at=lambda r: r["at"].astype(float))
     density = density.pivot_table(index="layer", columns="at", values="value")
     norm = LogNorm(1e-4, 4.0, clip=True)
-    mesh = ax.pcolormesh(density.columns, density.index, density, cmap="cividis", norm=norm, rasterized=True)
+    if density.empty:
+        raise ValueError(f"table: expected spectral densities of {checkpoint} ({source}), got none")
+    # edges of cells, for a single layer too
+    layers = np.append(density.index - 0.5, density.index[-1] + 0.5)
+    at = density.columns.to_numpy()
+    places = np.concatenate([[1.5 * at[0] - at[1] / 2], (at[1:] + at[:-1]) / 2, [1.5 * at[-1] - at[-2] / 2]])
+    mesh = ax.pcolormesh(places, layers, density, cmap="cividis", norm=norm, rasterized=True)
     for edge in (0, 2):
         ax.axvline(edge, color="white", linestyle="--", linewidth=0.8)
     ax.set_ylim(density.index.max() + 0.5, density.index.min() - 0.5)
@@ -153,6 +159,8 @@ def plot_density(ax: Axes, table: pd.DataFrame, checkpoint: str, source: str) ->
 def density_grid(table: pd.DataFrame) -> Figure:
     """A grid of `plot_density`: trained weights above the Gaussian null, one column per checkpoint."""
     have = table[table["metric"] == "spectral_density"].drop_duplicates("checkpoint")
+    if have.empty:
+        raise ValueError("table: expected spectral densities, got none; read a study with cwlib.study.load")
     kinds = have.sort_values(["kind", "checkpoint"], ascending=[False, True]).set_index("checkpoint")["kind"]
     size = style.WIDTHS["text"], 3.6
     fig, axes = plt.subplots(2, len(kinds), figsize=size, sharex=True, sharey="col", squeeze=False)
@@ -162,7 +170,7 @@ def density_grid(table: pd.DataFrame) -> Figure:
         row[0].set_ylabel(f"{name}\nlayer")
     for ax, (checkpoint, kind) in zip(axes[0], kinds.items(), strict=True):
         ax.set_title(f"{checkpoint}\n({kind})")
-    fig.supxlabel("eigenvalue of the generator (transports at scale 1)", fontsize="medium")
+    fig.supxlabel("eigenvalue of the reversibilised generator, transports at scale 1", fontsize="medium")
     fig.colorbar(mesh, ax=axes, label="density of eigenvalues", fraction=0.03)
     return fig
 

@@ -19,7 +19,7 @@ def plot_eigenvalues(ax: Axes, values: np.ndarray, reach: tuple[float, float] = 
     reach : tuple of float
         How far the window goes from 1, along the real axis and along the imaginary one.
     """
-    outside = (abs(values.real - 1) > reach[0]) | (abs(values.imag) > reach[1])
+    outside = ~((abs(values.real - 1) <= reach[0]) & (abs(values.imag) <= reach[1]))  # NaN is outside
     if outside.any():
         raise ValueError(f"reach: expected a window that holds all eigenvalues, got {outside.sum()} outside {reach}")
     ax.add_patch(Circle((1, 0), 1, fill=False, color=style.NULL["color"], linestyle="--", linewidth=0.8))
@@ -44,7 +44,9 @@ def plot_band(ax: Axes, at: np.ndarray, value: np.ndarray, error: np.ndarray, **
 
 
 def plot_mixing(ax: Axes, table: pd.DataFrame) -> Axes:
-    """Draw length and isometry of a mixture of two rotations over their angle (T6), closed form as line, cores as dots.
+    """Draw length and isometry of mixtures of two rotations over their angle (T6), closed form as line, cores as dots.
+
+    Lengths are those of a pair in the plane, isometry that of a pair in four dimensions that agrees in two.
 
     Parameters
     ----------
@@ -53,11 +55,11 @@ def plot_mixing(ax: Axes, table: pd.DataFrame) -> Axes:
         Columns ``angle`` (radians), ``gate`` (of the second rotation), ``quantity`` ("length" or "isometry"),
         ``closed form`` and ``measured``.
     """
-    looks = {"length": ("-", "o"), "isometry": ("--", "s")}
+    looks = {"length": ("-", "o", "in the plane"), "isometry": ("--", "s", "in 4 dimensions")}
     for (quantity, gate), rows in table.groupby(["quantity", "gate"], sort=True):
-        line, marker = looks[quantity]
+        line, marker, space = looks[quantity]
         color = style.BLUE if gate == table["gate"].max() else style.VERMILLION
-        label = rf"{quantity}, $\gamma$ = {gate:g}"
+        label = rf"{quantity} {space}, $\gamma$ = {gate:g}"
         angle = np.degrees(rows["angle"])
         ax.plot(angle, rows["closed form"], color=color, linestyle=line)
         ax.plot(angle, rows["measured"], marker, markevery=4, color=color, markerfacecolor="white")

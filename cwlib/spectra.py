@@ -6,18 +6,18 @@ and the attention of a layer, about one forward pass; the dense K of a GPT-2-sma
 entries.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from scipy.linalg import eigh_tridiagonal
 from scipy.sparse import diags_array
-from scipy.sparse.linalg import LinearOperator, aslinearoperator, eigsh
+from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, aslinearoperator, eigsh
 from torch import Tensor
 
-from cwlib.laplacian import AnyWalk
-from cwlib.measures import Measure, choose_measure, require_fraction, require_measure
+from cwlib.laplacian import AnyWalk, measure_and_flow
+from cwlib.measures import Measure, require_fraction
 from cwlib.walk import ConnectionWalk
 
 Array = np.ndarray
@@ -32,7 +32,7 @@ class WalkOperator(LinearOperator):
     Parameters
     ----------
     walk : ConnectionWalk
-        A layer with as many destinations as sources; its constant section plays no part.
+        A layer with as many destinations as sources; biases (its constant section) play no part.
     measure : Float[Tensor, "token"], optional
         Positive weights of tokens; by default the one that `cwlib.measures.choose_measure` names.
 
@@ -45,13 +45,9 @@ class WalkOperator(LinearOperator):
     def __init__(self, walk: ConnectionWalk, measure: Measure | None = None) -> None:
         if not isinstance(walk, ConnectionWalk):
             raise ValueError(f"walk: expected a ConnectionWalk, got {type(walk).__name__}; use walk_operator")
-        matrix = walk.effective_walk("mean")
-        measure = choose_measure(matrix)[1] if measure is None else require_measure(measure, walk.n_dst)
-        if walk.n_dst != walk.n_src:
-            raise ValueError(f"walk: expected as many destinations as sources, got {walk.n_dst} and {walk.n_src}")
+        root = measure_and_flow(walk, measure)[0].sqrt()
         self.n, self.d, transports = walk.n_dst, walk.d_model, walk.transports
         super().__init__(np.dtype("float64"), (self.n * self.d,) * 2)
-        root = measure.sqrt()
         scaled = walk.attention.detach().to(torch.float64) * (root[:, None] / root[None, :])
         # One product per value head: its query heads are stacked along the rows of their attention.
         self._kv, self._groups, self._width = transports.kv_heads, transports.groups, transports.d_head
@@ -68,9 +64,6 @@ class WalkOperator(LinearOperator):
         heads = self._fields(columns) @ self._output.T  # (p n, head d_head)
         stacked = self._split(heads, self._kv * self._groups).reshape(self._kv, self._groups * self.n, -1)
         return self._columns(self._join(self._attention.transpose(1, 2) @ stacked) @ self._value)
-
-    def _matvec(self, vector: Array) -> Array:
-        return self._matmat(vector.reshape(-1, 1))
 
     def _rmatvec(self, vector: Array) -> Array:
         return self._rmatmat(vector.reshape(-1, 1))
@@ -89,17 +82,15 @@ class WalkOperator(LinearOperator):
 
     def _join(self, heads: Tensor) -> Tensor:
         """(head, n, p d_head) to (p n, head d_head)."""
-        return (
-            heads.reshape(len(heads), self.n, -1, self._width).permute(2, 1, 0, 3).reshape(-1, len(heads) * self._width)
-        )
+        fields = heads.reshape(len(heads), self.n, -1, self._width).permute(2, 1, 0, 3)
+        return fields.reshape(-1, len(heads) * self._width)
 
 
 def walk_operator(walk: AnyWalk, measure: Measure | None = None) -> LinearOperator:
     """P of any walk as an operator in orthonormal coordinates of l2(pi); see `WalkOperator`."""
     if isinstance(walk, ConnectionWalk):
         return WalkOperator(walk, measure)
-    measure = choose_measure(walk.effective_walk())[1] if measure is None else require_measure(measure, walk.tokens)
-    root = measure.sqrt().repeat_interleave(walk.d_model).numpy()
+    root = measure_and_flow(walk, measure)[0].sqrt().repeat_interleave(walk.d_model).numpy()
     return aslinearoperator(diags_array(root) @ walk.sparse() @ diags_array(1 / root))
 
 
@@ -129,10 +120,8 @@ def multiplicative(operator: LinearOperator) -> LinearOperator:
 def _require_square(operator: LinearOperator) -> int:
     """The size of an operator from a space to itself."""
     if not isinstance(operator, LinearOperator) or operator.shape[0] != operator.shape[1]:
-        got = f"shape {operator.shape}" if isinstance(operator, LinearOperator) else type(operator).__name__
-        raise ValueError(
-            f"operator: expected a square LinearOperator, got {got}; scipy's aslinearoperator wraps a matrix"
-        )
+        got = f"{type(operator).__name__} of shape {getattr(operator, 'shape', None)}"
+        raise ValueError(f"operator: expected a square LinearOperator, got {got}; aslinearoperator wraps a matrix")
     return operator.shape[0]
 
 
@@ -149,10 +138,11 @@ def _require_self_adjoint(operator: LinearOperator, seed: int) -> int:
     images = operator.matmat(fields)
     if not np.isfinite(images).all():
         raise ValueError("operator: expected finite products with fields, got NaN or infinity")
+    images = images / max(np.abs(images).max(), np.finfo(float).tiny)
     there, back = fields[:, 0] @ images[:, 1], images[:, 0] @ fields[:, 1]
     if abs(there - back) > 1e-8 * np.linalg.norm(images) * size**0.5:
         raise ValueError(
-            f"operator: expected a self-adjoint one, got <u, Sv> = {there:.6g} and <Su, v> = {back:.6g} for random "
+            f"operator: expected a self-adjoint one, got <u, Sv> : <Su, v> = {there:.6g} : {back:.6g} for random "
             "fields; take additive(operator), or multiplicative(operator)"
         )
     return size
@@ -179,20 +169,26 @@ def extreme_eigenvalues(
     Raises
     ------
     ValueError
-        If the operator is not self-adjoint, ``count`` is not between 1 and its size less one, or ``which`` is
-        unknown.
+        If the operator is not self-adjoint, ``count`` is not between 1 and its size less one, ``which`` is unknown, or
+        the iteration does not converge.
     """
     size = _require_self_adjoint(operator, seed)
     if not isinstance(count, int) or not 1 <= count < size or which not in ("LA", "SA", "LM"):
         raise ValueError(
-            f"count, which: expected 1 <= count < {size} and LA, SA or LM, got {count!r} and {which!r}; "
-            "for the whole spectrum of a small walk use numpy on to_dense()"
+            f"count, which: expected 1 <= count < {size} and LA, SA or LM, got {count!r} and {which!r}; to_dense() "
+            "gives numpy the whole spectrum of a small walk"
         )
     start = np.random.default_rng(seed).standard_normal(size)
     if not operator.matvec(start).any():  # ARPACK takes a zero operator for a failure
         values, columns = np.zeros(count), np.eye(size, count)
         return (values, columns) if vectors else values
-    values, columns = eigsh(operator, count, which=which, v0=start, ncv=min(size, max(2 * count + 1, 40)))
+    try:
+        values, columns = eigsh(operator, count, which=which, v0=start, ncv=min(size, max(2 * count + 1, 40)))
+    except ArpackNoConvergence as error:
+        raise ValueError(
+            f"operator: expected eigenvalues that iteration tells apart, got {len(error.eigenvalues)} of {count}; ask "
+            "for fewer, for the other end, or for spectral_density"
+        ) from error
     order = np.argsort(values)
     return (values[order], columns[:, order]) if vectors else values[order]
 
@@ -217,13 +213,13 @@ class SpectralDensity:
     def mean(self, function: Callable[[Array], Array]) -> tuple[float, float]:
         r""":math:`\frac1N\sum_k f(\lambda_k)` for a function of arrays, and its estimated error.
 
-        The error (one standard deviation) adds up, in squares, the standard error over probes and the change over the
-        last third of steps.
+        The error (one standard deviation, itself rough from few probes) adds up, in squares, the standard error over
+        probes and the change over the last third of steps.
         """
         value, error = self._estimate(lambda nodes: np.asarray(function(nodes))[None])
         return float(value[0]), float(error[0])
 
-    def smooth(self, points: Array, width: float) -> tuple[Array, Array]:
+    def smooth(self, points: Sequence[float] | Array, width: float) -> tuple[Array, Array]:
         """The density at ``points`` smoothed by a Gaussian of standard deviation ``width``, and its estimated error."""
         points = _require_points(points)
         if not 0 < width < float("inf"):
@@ -235,7 +231,7 @@ class SpectralDensity:
 
         return self._estimate(bumps)
 
-    def below(self, points: Array) -> tuple[Array, Array]:
+    def below(self, points: Sequence[float] | Array) -> tuple[Array, Array]:
         """The share of eigenvalues up to each of ``points`` (half of a node's weight at the node), and its error."""
         points = _require_points(points)
         return self._estimate(lambda nodes: np.heaviside(points[:, None, None] - nodes, 0.5))
@@ -247,7 +243,7 @@ class SpectralDensity:
         return fine.mean(1), np.hypot(spread, np.abs(fine.mean(1) - coarse.mean(1)))
 
 
-def _require_points(points: Array) -> Array:
+def _require_points(points: Sequence[float] | Array) -> Array:
     points = np.asarray(points, dtype=float)
     if points.ndim != 1 or not np.isfinite(points).all():
         raise ValueError(f"points: expected a vector of finite numbers, got shape {points.shape}")

@@ -54,7 +54,7 @@ def _committed(folder: Path | None) -> tuple[pd.DataFrame, pd.DataFrame] | None:
     cells = _read(folder / "cells.csv", {"seed": int}, [*IDENTITY, "key", "digest"])
     digests = {identity: _digest(rows) for identity, rows in table.groupby(IDENTITY)}
     whole = [digests.get(tuple(c[i] for i in IDENTITY)) == c["digest"] for _, c in cells.iterrows()]
-    return table, cells[whole]
+    return table[[*ROW, "value"]], cells[whole]
 
 
 def _digest(rows: pd.DataFrame) -> str:
@@ -66,6 +66,8 @@ def _digest(rows: pd.DataFrame) -> str:
 def _read(path: Path, types: dict[str, type], columns: list[str]) -> pd.DataFrame:
     try:
         frame = pd.read_csv(path, keep_default_na=False, dtype=types)
+        if "at" in columns and "at" not in frame:
+            frame = frame.assign(at="")  # an older table: digests of its cells differ, so they are computed anew
         frame[columns]
     except (ValueError, KeyError) as error:
         raise ValueError(f"folder: {path} is damaged ({error}); restore it, or delete it to compute it anew") from error
@@ -79,7 +81,10 @@ def _stored(work: Path, cell: Cell) -> tuple[pd.DataFrame, pd.DataFrame] | None:
         origin = json.loads((work / f"{cell.key}.json").read_text())
     except (OSError, ValueError):
         return None
-    if not isinstance(origin, dict):
+    if not isinstance(origin, dict) or origin.get("key") != cell.key or not {*ROW, "value"} <= set(rows.columns):
+        return None
+    found = _digest(rows)
+    if origin.get("digest", found) != found:
         return None
     # The key holds content only: the same text may have another name today.
     name = {"checkpoint": cell.checkpoint, "passage": cell.passage_name}
@@ -210,7 +215,7 @@ def _compute(missing: Sequence[Cell], work: Path, device: str, progress: bool) -
                     rows = evaluate(cell, checkpoint, gaussians.setdefault((cell.source, cell.seed), {}), found)
                 except ValueError as error:
                     raise ValueError(f"checkpoint {name}, passage {cell.passage_name}: {error}") from error
-                origin = json.dumps(provenance(cell, checkpoint))
+                origin = json.dumps(provenance(cell, checkpoint) | {"digest": _digest(rows)})
                 _write(work / f"{cell.key}.json", lambda p, text=origin: p.write_text(text))
                 # Last, for its presence marks the cell as done.
                 _write(work / f"{cell.key}.parquet", lambda p, frame=rows: frame.to_parquet(p, index=False))

@@ -66,10 +66,8 @@ def dependent_walk(seed: int, heads: int = 4, rank: int = 2, tokens: int = 6, d_
 
 def isometric_transports(seed: int, heads: int, d_model: int, scale: float = 1.0) -> HeadTransports:
     """Heads whose transports are ``scale`` times independent random orthogonal d_model x d_model matrices."""
-    rng = generator(seed)
-    frames = torch.linalg.qr(torch.randn(heads, d_model, d_model, dtype=torch.float64, generator=rng)).Q
     identity = torch.eye(d_model, dtype=torch.float64).expand(heads, -1, -1)
-    return HeadTransports(identity, scale * frames)
+    return HeadTransports(identity, scale * random_orthogonal(seed, heads, d_model))
 
 
 def gaussian_transports(like: HeadTransports, seed: int) -> HeadTransports:
@@ -111,14 +109,17 @@ def random_measure(seed: int, tokens: int) -> Measure:
 def random_metrics(seed: int, tokens: int, d_model: int) -> Frames:
     """Symmetric positive definite fibre metrics with eigenvalues between 0.4 and 2.5, one per token."""
     rng = generator(seed)
-    frames = random_rotations(seed + 1, tokens, d_model)
+    frames = random_orthogonal(seed + 1, tokens, d_model)
     values = 0.4 + 2.1 * torch.rand(tokens, 1, d_model, dtype=torch.float64, generator=rng)
     return (frames * values) @ frames.transpose(1, 2)
 
 
-def random_rotations(seed: int, count: int, d_model: int) -> Frames:
-    """Independent orthogonal matrices, uniformly distributed up to the signs of their columns."""
-    return torch.linalg.qr(torch.randn(count, d_model, d_model, dtype=torch.float64, generator=generator(seed))).Q
+def random_orthogonal(seed: int, count: int, d_model: int) -> Frames:
+    """Independent orthogonal matrices from the uniform (Haar) law on O(d): half of them are reflections."""
+    drawn = torch.randn(count, d_model, d_model, dtype=torch.float64, generator=generator(seed))
+    factors = torch.linalg.qr(drawn)
+    # With a positive diagonal of R the factorisation is unique, and Q inherits the invariance of the Gaussian law.
+    return factors.Q * factors.R.diagonal(dim1=1, dim2=2).sign()[:, None, :]
 
 
 def conditioned_walk(
@@ -181,7 +182,7 @@ def conditioned_walk(
         factor = 0.4 + 1.2 * torch.rand(tokens, dtype=torch.float64, generator=rng)
         flow *= factor[:, None] * factor[None, :]
 
-    maps = random_rotations(seed + 1, tokens * tokens, d_model).reshape(tokens, tokens, d_model, d_model)
+    maps = random_orthogonal(seed + 1, tokens * tokens, d_model).reshape(tokens, tokens, d_model, d_model)
     if not isometric:
         stretch = random_metrics(seed + 2, tokens * tokens, d_model).reshape(maps.shape)
         maps = maps @ stretch

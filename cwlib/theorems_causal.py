@@ -20,7 +20,7 @@ from cwlib.measures import (
     teleporting_walk,
     uniform_measure,
 )
-from cwlib.synthetic import random_measure, random_metrics, random_rotations, random_walk
+from cwlib.synthetic import random_measure, random_metrics, random_orthogonal, random_walk
 from cwlib.walk import ConnectionWalk
 
 LONG = 4096  # steps: a power of polynomial size then moves its root by a per cent or so
@@ -102,7 +102,7 @@ def spectrum_is(name: str, label: str, matrix: Walk, values: tuple[str, Tensor],
     that W is a triangle.
     """
     tokens = len(matrix)
-    basis = random_rotations(seed, 1, tokens)[0]
+    basis = random_orthogonal(seed, 1, tokens)[0]
     points = torch.polar(torch.tensor(2.0, dtype=F64), torch.arange(2 * tokens, dtype=F64) * torch.pi / tokens)
     turned = (basis @ matrix @ basis.T).to(points.dtype)
     polynomial = torch.linalg.det(points[:, None, None] * torch.eye(tokens, dtype=points.dtype) - turned)

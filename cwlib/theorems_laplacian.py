@@ -29,7 +29,7 @@ from cwlib.dense import (
 from cwlib.edges import EdgeWalk
 from cwlib.holonomy import parallel_fields
 from cwlib.laplacian import in_metric
-from cwlib.synthetic import flat_walk, generator, random_rotations
+from cwlib.synthetic import flat_walk, generator, random_orthogonal
 from cwlib.theorems_balance import BROKEN, detailed_balance, energy_identity, heaviest_edge, way_back_by_adjoint
 from cwlib.walk import ConnectionWalk
 
@@ -96,7 +96,7 @@ def connection_laplacian(space: Space) -> list[Check]:
         spectrum_within("T4 (c) spectrum", operator, 0.0, 2.0, "[0, 2]"),
     ]  # fmt: skip
 
-    frames = space.frames @ random_rotations(space.seed + 3, space.tokens, d)
+    frames = space.frames @ random_orthogonal(space.seed + 3, space.tokens, d)
     flat = flat_walk(space.seed, space.measure, frames)
     for name, case in (("generic", walk), ("flat", flat)):
         kernel, parallel = null_projector(laplacian(case)), null_projector(incidence(case).flatten(0, 1))
@@ -221,7 +221,7 @@ def single_head(space: Space) -> list[Check]:
                  4 * (squares[0] * squares[3] + squares[1] * squares[2]))),
     ]  # fmt: skip
 
-    axes = random_rotations(space.seed + 5, 1, d)[0]
+    axes = random_orthogonal(space.seed + 5, 1, d)[0]
     mirror = axes[:, : 1 + space.seed % (d - 1)]
     reflection = in_frame(torch.eye(d, dtype=F64) - 2 * mirror @ mirror.T)
     angle = torch.tensor(0.8 + 0.1 * (space.seed % 15), dtype=F64)  # far from 0 and pi, where a turn is an involution

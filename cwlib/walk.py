@@ -45,7 +45,8 @@ class ConnectionWalk:
 
     Notes
     -----
-    Tensors are kept as given; every computation is in float64. The walk is affine when ``constant`` is given:
+    Tensors are kept as given and must not change afterwards (cores are computed once): build a new walk instead. Every
+    computation is in float64. The walk is affine when ``constant`` is given:
     `apply` includes it, ``walk @ field`` and `to_dense` are the linear part.
     """
 

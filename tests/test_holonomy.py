@@ -21,7 +21,7 @@ from cwlib.synthetic import (
     flat_walk,
     isometric_transports,
     random_measure,
-    random_rotations,
+    random_orthogonal,
     random_walk,
 )
 from cwlib.walk import ConnectionWalk
@@ -133,7 +133,7 @@ def test_change_of_frames_conjugates_holonomy() -> None:
             g @ holonomy(walk, cycle).numpy() @ np.linalg.inv(g),
             atol=1e-9,
         )
-    turned = walk.change_frames(random_rotations(1, 4, 3))
+    turned = walk.change_frames(random_orthogonal(1, 4, 3))
     for cycle in CYCLES:
         agree(cycle_defect(turned, cycle), cycle_defect(walk, cycle), atol=1e-7)
 
@@ -198,7 +198,7 @@ def test_triangle_defect_does_not_feel_scale_sign_or_rotations() -> None:
     assert 0 < expected <= 1
     factors = torch.from_numpy(np.random.default_rng(0).choice([-2.0, 0.5, 3.0], len(walk.weight)))
     scaled = EdgeWalk(4, walk.dst, walk.src, walk.weight, factors[:, None, None] * walk.maps)
-    for other in (scaled, walk.change_frames(random_rotations(3, 4, 3))):
+    for other in (scaled, walk.change_frames(random_orthogonal(3, 4, 3))):
         agree(triangle_defect(other, 0, 1, 2), expected)
 
 
@@ -219,7 +219,7 @@ def test_parallel_fields_of_a_flat_connection_are_its_frames() -> None:
     """d of them, x_i = g_i v, whether or not the frames are isometric."""
     measure = random_measure(0, 5)
     skewed = torch.eye(3) + 0.3 * torch.from_numpy(np.random.default_rng(1).standard_normal((5, 3, 3)))
-    for frames in (random_rotations(0, 5, 3), skewed.double()):
+    for frames in (random_orthogonal(0, 5, 3), skewed.double()):
         walk = flat_walk(0, measure, frames)
         fields = parallel_fields(walk, measure)
         assert fields.shape == (3, 5, 3)
@@ -232,7 +232,7 @@ def test_parallel_fields_of_a_flat_connection_are_its_frames() -> None:
 def test_every_component_has_its_own(parts: int) -> None:
     tokens = 2 * parts
     block = torch.block_diag(*[torch.full((2, 2), 0.5, dtype=torch.float64)] * parts)
-    frames = random_rotations(parts, tokens, 2)
+    frames = random_orthogonal(parts, tokens, 2)
     maps = torch.einsum("iab,jcb->ijac", frames, frames)
     walk = EdgeWalk.from_dense(block, maps)
     fields = parallel_fields(walk)
@@ -268,7 +268,7 @@ def test_parallel_fields_of_a_layer() -> None:
 def test_parallel_fields_span_the_kernel_of_the_generator() -> None:
     """T4 c: for a connection Laplacian the two spaces are one."""
     measure = random_measure(1, 4)
-    for walk in (flat_walk(0, measure, random_rotations(0, 4, 3)), conditioned_walk(0, measure)):
+    for walk in (flat_walk(0, measure, random_orthogonal(0, 4, 3)), conditioned_walk(0, measure)):
         laplacian = np.eye(12) - walk.to_dense().numpy()
         s = np.linalg.svd(laplacian, compute_uv=False)
         fields = parallel_fields(walk, measure)

@@ -31,7 +31,7 @@ from cwlib.synthetic import (
     isometric_transports,
     random_measure,
     random_metrics,
-    random_rotations,
+    random_orthogonal,
     random_walk,
     varied_shapes,
 )
@@ -338,7 +338,7 @@ def test_energy_of_a_connection_laplacian_is_at_most_two() -> None:
 
 
 def test_parallel_fields_have_no_energy() -> None:
-    measure, frames = random_measure(0, 5), random_rotations(0, 5, 3)
+    measure, frames = random_measure(0, 5), random_orthogonal(0, 5, 3)
     parallel = frames @ torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
     agree(dirichlet_energy(flat_walk(0, measure, frames), parallel, measure), 0.0, atol=1e-14)
 
@@ -367,7 +367,7 @@ def test_parallel_defect_of_an_edge_walk() -> None:
 @pytest.mark.parametrize("scale", [0.2, 1.0, 6.0])
 def test_parallel_defect_does_not_feel_the_scale_of_transports_or_field(scale: float) -> None:
     """Nor does it of the measure; a parallel field has none at any scale, its opposite transport all."""
-    measure, frames = random_measure(0, 5), random_rotations(0, 5, 3)
+    measure, frames = random_measure(0, 5), random_orthogonal(0, 5, 3)
     parallel = frames @ torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
     flat = flat_walk(0, measure, frames)
     scaled = EdgeWalk(5, flat.dst, flat.src, flat.weight, scale * flat.maps)
@@ -548,7 +548,7 @@ def test_causal_layers_have_no_way_back_but_loops() -> None:
 def test_energy_does_not_feel_frames_or_scale_of_the_measure() -> None:
     walk, measure = random_walk(0), random_measure(0, 6)
     field = torch.from_numpy(np.random.default_rng(0).standard_normal((6, 8)))
-    turn = random_rotations(0, 1, 8)[0]
+    turn = random_orthogonal(0, 1, 8)[0]
     turned = ConnectionWalk(walk.attention, walk.value @ turn.T, turn @ walk.output)
     expected = dirichlet_energy(walk, field, measure)
     agree(dirichlet_energy(turned, field @ turn.T, measure), expected)

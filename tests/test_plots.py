@@ -69,9 +69,36 @@ def residuals() -> pd.DataFrame:
     return frame.assign(value=1e-7 * (1 + frame["layer"]) * (1 + 9 * (frame["passage"] == "b")))
 
 
+EIGENVALUES = np.array([-0.9, -0.1, 0.0, 1.0, 2.0, 3.0])
+DEPTHS = {"minilm-l6": 3, "mpnet-base": 5, "smollm2-135m": 4, "gemma3-270m": 6}  # layers
+
+
+def expected_density(name: str, source: str) -> np.ndarray:
+    """Layer by eigenvalue; different in every cell, and 0 in the first one."""
+    layer, n = np.meshgrid(np.arange(DEPTHS[name]), np.arange(len(EIGENVALUES)), indexing="ij")
+    level = list(DEPTHS).index(name) + 4 * (source == "gaussian")
+    return np.where(layer + n > 0, 0.1 * level + 0.01 * layer + 0.001 * n + 0.001, 0.0)
+
+
+def densities() -> pd.DataFrame:
+    """Spectral densities of two passages around their mean, in no order, among rows that are none of them."""
+    rows = []
+    for name, source in itertools.product(DEPTHS, ("trained", "gaussian")):
+        for (layer, n), mean in np.ndenumerate(expected_density(name, source)):
+            for passage, sign in (("a", -1), ("b", 1)):
+                place = (name, source, 0, passage, layer)
+                at = f"{EIGENVALUES[n]:.2f}"
+                rows.append((*place, "spectral_density", "", at, mean * (1 + 0.5 * sign), CHECKPOINTS[name]))
+                rows.append((*place, "spectral_density_error", "", at, 3.0, CHECKPOINTS[name]))
+    columns = ["checkpoint", "source", "seed", "passage", "layer", "metric", "gauge", "at", "value", "kind"]
+    frame = pd.DataFrame(rows, columns=columns).sample(frac=1, random_state=0)
+    return frame.assign(depth=frame["layer"] / (frame["checkpoint"].map(DEPTHS) - 1))
+
+
 PANELS: dict[str, Callable[[Axes], Axes]] = {
     "plot_walk": lambda ax: plots.plot_walk(ax, np.tril(np.ones((3, 3))) / [[1], [2], [3]], ["The", "cat", "sat"]),
     "plot_depth": lambda ax: plots.plot_depth(ax, table(("entropy_rate",)), "minilm-l6", "entropy_rate"),
+    "plot_density": lambda ax: plots.plot_density(ax, densities(), "minilm-l6", "trained").axes,
     "plot_residuals": lambda ax: plots.plot_residuals(ax, residuals(), 1e-5),
     "plot_schmidt": lambda ax: plots.plot_schmidt(ax, {"one": np.array([3.0, 4.0]), "two": np.array([1.0, 0.0])}),
     "plot_evidence": lambda ax: plots.plot_evidence(ax, evidence()),
@@ -167,7 +194,8 @@ def test_a_legend_names_every_curve(name: str) -> None:
 
 
 def test_every_metric_of_a_figure_has_a_label_with_its_unit() -> None:
-    assert set(plots.LABELS) == set(METRICS) - {"t2_residual"}
+    # spectra are drawn by a panel of their own
+    assert set(plots.LABELS) == {m.name for m in METRICS.values() if m.about not in ("exactness", "spectrum")}
     assert "(nats)" in plots.LABELS["entropy_rate"]
     assert len(set(plots.LABELS.values())) == len(plots.LABELS)
 
@@ -197,6 +225,62 @@ def test_depth_takes_one_metric_of_one_checkpoint_in_one_gauge() -> None:
     plots.plot_depth(ax, disturbing, "minilm-l6", "sink_mass", "mean")
     (trained,) = (line for line in ax.lines if line.get_label() == "trained")
     np.testing.assert_allclose(trained.get_ydata(), np.arange(LAYERS) + 1.0)
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "metric", "gauge"),
+    [("smollm2-135m", "sink_mass", "mean"), ("minilm-l6", "inverse_defect", "mean"), ("minilm-l6", "sink_mass", "")],
+)
+def test_depth_says_where_a_metric_is_not_defined(checkpoint: str, metric: str, gauge: str) -> None:
+    frame = table(("sink_mass",), ("minilm-l6",), "mean")
+    _, ax = plt.subplots()
+    assert plots.plot_depth(ax, frame, checkpoint, metric, gauge) is ax
+    (text,) = ax.texts
+    assert text.get_text() == "not defined"
+    assert not ax.lines and not ax.collections
+    ax.set(xlim=(5, 9), ylim=(-3, 2))  # as axes that it shares may have
+    ax.figure.canvas.draw()
+    middle = box(text).get_points().mean(0)
+    np.testing.assert_allclose(middle, ax.bbox.get_points().mean(0), atol=3)
+    _, defined = plt.subplots()
+    plots.plot_depth(defined, frame, "minilm-l6", "sink_mass", "mean")
+    assert not defined.texts and defined.lines
+
+
+def test_density_is_the_mean_of_passages_with_eigenvalues_across_and_layers_down() -> None:
+    _, ax = plt.subplots()
+    for name, source in itertools.product(DEPTHS, ("trained", "gaussian")):
+        mesh = plots.plot_density(ax, densities(), name, source)
+        layers = np.arange(DEPTHS[name])
+        np.testing.assert_allclose(mesh.get_array(), expected_density(name, source))
+        corners = mesh.get_coordinates()  # of the cells: one more than there are cells, along either axis
+        centres = (corners[:-1, :-1] + corners[1:, 1:]) / 2
+        np.testing.assert_allclose(centres[..., 1], np.broadcast_to(layers[:, None], centres.shape[:2]))
+        left, right = corners[0, :-1, 0], corners[0, 1:, 0]
+        assert np.all((left < EIGENVALUES) & (right > EIGENVALUES))
+        assert ax.get_ylim() == (layers[-1] + 0.5, -0.5)  # the first layer on top, every layer whole
+        assert mesh.get_rasterized()  # thousands of cells; as paths they would make the PDF slow
+
+
+def test_density_marks_where_the_spectrum_of_a_laplacian_lies() -> None:
+    ax = panel("plot_density")
+    assert [list(line.get_xdata()) for line in ax.lines] == [[0, 0], [2, 2]]
+    assert {(line.get_linestyle(), line.get_color()) for line in ax.lines} == {("--", "white")}
+    assert ax.get_xlim()[0] <= EIGENVALUES[0] and ax.get_xlim()[1] >= EIGENVALUES[-1]
+    ax.figure.canvas.draw()
+    ticks = [tick for tick in ax.get_yticks() if -0.5 <= tick <= 2.5]
+    assert ticks and all(tick == int(tick) for tick in ticks)
+
+
+def test_density_of_nothing_is_drawn_dark_and_every_panel_has_one_scale() -> None:
+    _, ax = plt.subplots()
+    trained, null = (plots.plot_density(ax, densities(), "minilm-l6", source) for source in ("trained", "gaussian"))
+    cmap = plt.get_cmap("cividis")
+    for mesh in (trained, null):
+        colours = mesh.to_rgba(mesh.get_array())
+        np.testing.assert_allclose(colours[0, 0], cmap(0.0))  # a density of 0, which has no logarithm
+        position = np.log(mesh.get_array()[1:] / 1e-4) / np.log(4.0 / 1e-4)
+        np.testing.assert_allclose(colours[1:], cmap(position))
 
 
 def test_residuals_show_the_worst_passage_and_the_bound() -> None:
@@ -311,6 +395,45 @@ def test_the_grid_takes_the_checkpoints_and_the_gauge_it_is_given() -> None:
     (ax,) = fig.axes
     (trained,) = (line for line in ax.lines if line.get_label() == "trained")
     assert set(trained.get_ydata()) == {5.0}
+
+
+def test_the_grid_says_where_a_metric_is_not_defined_and_draws_the_rest() -> None:
+    names = ("minilm-l6", "smollm2-135m")
+    frame = pd.concat([table(("sink_mass",), names, "mean"), table(("inverse_defect",), names[:1])])
+    fig = plots.depth_grid(frame, ["sink_mass", "inverse_defect"])
+    assert [ax.get_title().split("\n")[0] for ax in fig.axes[:2]] == list(names)
+    assert [[text.get_text() for text in ax.texts] for ax in fig.axes] == [[], [], [], ["not defined"]]
+    assert [len(ax.lines) for ax in fig.axes] == [3, 3, 3, 0]
+    assert_inside_the_figure(fig)
+
+
+def test_the_grid_of_densities_has_the_trained_weights_above_the_null() -> None:
+    fig = plots.density_grid(densities())
+    fig.canvas.draw()
+    *panels, bar = fig.axes
+    axes = np.array(panels).reshape(2, 4)
+    names = ["minilm-l6", "mpnet-base", "gemma3-270m", "smollm2-135m"]  # encoders first
+    assert [ax.get_title() for ax in axes[0]] == [f"{name}\n({CHECKPOINTS[name]})" for name in names]
+    assert [ax.get_ylabel() for ax in axes[:, 0]] == ["trained\nlayer", "Gaussian O, V\nlayer"]
+    assert fig.get_supxlabel() == "eigenvalue of the reversibilised generator, transports at scale 1"
+    assert bar.get_ylabel() == "density of eigenvalues"
+    for row, source in zip(axes, ("trained", "gaussian"), strict=True):
+        for ax, name in zip(row, names, strict=True):
+            (mesh,) = ax.collections
+            np.testing.assert_allclose(mesh.get_array(), expected_density(name, source))
+            assert (mesh.norm.vmin, mesh.norm.vmax) == pytest.approx(bar.get_ylim())  # the bar is right for all
+            assert ax.get_ylim() == (DEPTHS[name] - 0.5, -0.5)
+    axes[0, 0].set_xlim(-0.5, 1.5)
+    assert {ax.get_xlim() for ax in axes.flat} == {(-0.5, 1.5)}
+    assert fig.get_figwidth() == style.WIDTHS["text"]
+    assert_apart([ax.title for ax in axes[0]])
+    assert_inside_the_figure(fig)
+
+
+def test_the_grid_of_densities_leaves_out_a_checkpoint_that_has_none() -> None:
+    fig = plots.density_grid(pd.concat([densities(), table(("sink_mass",), gauge="mean").assign(at="")]))
+    assert [ax.get_title() for ax in fig.axes[4:]] == [""] * 5
+    assert {ax.get_title().split("\n")[0] for ax in fig.axes[:4]} == set(DEPTHS)
 
 
 @pytest.mark.parametrize("module", [plots, plots_theory, style], ids=["plots", "plots_theory", "style"])

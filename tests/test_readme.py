@@ -1,9 +1,12 @@
-"""README quotes numbers: each must be the one in the committed tables."""
+"""README quotes numbers: each must be the one in the committed tables. Its code runs."""
 
+import re
 from pathlib import Path
 
 import pandas as pd
+import torch
 
+import cwlib
 from cwlib import claims, study
 from cwlib.catalogue import CATALOGUE
 
@@ -40,3 +43,15 @@ def test_download_size() -> None:
     live = sum(CATALOGUE[name].download_bytes for name in ("minilm-l6", "smollm2-135m"))
     assert f"({round(live / 1e6, -1):.0f} MB)" in README
     assert f"{sum(item.download_bytes for item in CATALOGUE.values()) / 1e9:.1f} GB to download" in README
+
+
+def test_code_on_tensors_of_ones_own_runs() -> None:
+    """All snippets but the first, which opens a checkpoint (notebook 00 does that), one after the other."""
+    first, *rest = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert "open_checkpoint" in first and len(rest) >= 3
+    attention = torch.softmax(torch.randn(4, 6, 6, generator=torch.Generator().manual_seed(0)), -1)
+    value, output = torch.randn(4, 2, 8), torch.randn(4, 8, 2)
+    names = {"cwlib": cwlib, "attention": attention, "value": value, "output": output, "field": torch.randn(6, 8)}
+    for code in rest:
+        exec(compile(code, "README.md", "exec"), names)
+    assert names["walk"].heads == 4 and names["edges"].tokens == 2

@@ -38,7 +38,7 @@ from cwlib.synthetic import (
     flat_walk,
     random_measure,
     random_metrics,
-    random_rotations,
+    random_orthogonal,
     random_walk,
     sphere_tangent_walk,
 )
@@ -142,7 +142,7 @@ def test_small_singular_values_of_a_long_way_round_count() -> None:
 
 
 def test_triangle_defect_is_never_below_zero() -> None:
-    walk = flat_walk(0, random_measure(0, 5), random_rotations(0, 5, 3))
+    walk = flat_walk(0, random_measure(0, 5), random_orthogonal(0, 5, 3))
     assert min(triangle_defect(walk, i, j, k) for i in range(5) for j in range(5) for k in range(5)) >= 0
 
 

@@ -402,10 +402,10 @@ def self_adjoint() -> LinearOperator:
 
 
 WRONG: dict[str, tuple[Callable[[], object], tuple[str, ...]]] = {
-    "between token sets": (lambda: walk_operator(BETWEEN), ("walk", "as many destinations as sources", "4 and 6")),
+    "between token sets": (lambda: walk_operator(BETWEEN), ("walk", "to the same tokens", "(4, 6)")),
     "between token sets, measure": (
         lambda: walk_operator(BETWEEN, uniform_measure(4)),
-        ("walk", "as many destinations as sources", "4 and 6"),
+        ("walk", "to the same tokens", "(4, 6)"),
     ),
     "measure of zeros": (lambda: walk_operator(LAYER, torch.zeros(6)), ("measure", "6 positive weights", "smallest 0")),
     "measure too short": (lambda: walk_operator(EDGES, torch.ones(4)), ("measure", "5 positive weights", "got 4")),

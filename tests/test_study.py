@@ -557,3 +557,58 @@ def test_rows_of_another_run_under_the_same_name_are_not_taken_for_these(tmp_pat
 def test_texts_that_cannot_be_told_apart_are_refused(texts: tuple, words: str, unchecked: None, cache: Path) -> None:
     with pytest.raises(ValueError, match=words):
         study.run("smoke", texts=texts)
+
+
+# --- tables and cells of other versions, and damage that still reads ------------------------------------------------
+
+
+def test_a_table_without_the_column_at_is_computed_anew(tmp_path: Path, warm: Path, smoke: Smoke) -> None:
+    """As an earlier version wrote it."""
+    for file in FILES:
+        shutil.copy(smoke.folder / file, tmp_path)
+    old = pd.read_csv(tmp_path / "study.csv", keep_default_na=False, dtype={"at": str})
+    old[old["at"] == ""].drop(columns="at").to_csv(tmp_path / "study.csv", index=False)
+    run(tmp_path)
+    assert content(tmp_path) == content(smoke.folder)
+
+
+@pytest.mark.parametrize(
+    "damage", ["rows left out", "of another cell", "column gone", "text for numbers", "empty origin"]
+)
+def test_cells_of_the_cache_that_read_but_are_wrong_are_computed_again(
+    damage: str, tmp_path: Path, cache: Path, unchecked: None
+) -> None:
+    before = small(tmp_path)
+    shutil.rmtree(tmp_path / "data", ignore_errors=True)
+    for file in FILES:
+        (tmp_path / file).unlink()
+    first, second = sorted(cache.glob("*.parquet"))[:2]
+    rows = pd.read_parquet(first)
+    changed = {
+        "rows left out": rows.iloc[:3],
+        "of another cell": pd.read_parquet(second),
+        "column gone": rows.drop(columns="at"),
+        "text for numbers": rows.assign(value="x"),
+        "empty origin": rows,
+    }[damage]
+    changed.to_parquet(first, index=False)
+    if damage == "empty origin":
+        first.with_suffix(".json").write_text("{}")
+    assert_equal(small(tmp_path), before)
+
+
+def test_a_layer_without_transport_does_not_stop_a_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pruned layer: what is not defined there is left out, the rest is measured."""
+    opened = cells.open_weights
+
+    def pruned(*given: object) -> cwlib.Checkpoint:
+        checkpoint = opened(*given)
+        torch.nn.init.zeros_(checkpoint.model.get_submodule("layers.1.self_attn.o_proj").weight)
+        return checkpoint
+
+    monkeypatch.setattr(study, "open_weights", pruned)
+    table = run(None, ("tiny-llama",), TEXTS[:1])
+    rows = table[(table["source"] == "trained") & (table["layer"] == 1)]
+    assert {"entropy_rate", "sink_mass"} <= set(rows.loc[rows["gauge"] == "mean", "metric"])
+    assert not set(rows.loc[rows["gauge"] == "norm", "metric"]) and "spectral_density" not in set(rows["metric"])
+    assert np.isfinite(table["value"]).all()

@@ -19,7 +19,7 @@ from cwlib.synthetic import (
     isometric_transports,
     random_measure,
     random_metrics,
-    random_rotations,
+    random_orthogonal,
     random_walk,
     sphere_tangent_walk,
     varied_shapes,
@@ -196,10 +196,13 @@ def test_random_metrics_are_positive_definite() -> None:
         assert abs(metrics[0] - metrics[1]).max() > 0.1
 
 
-def test_random_rotations_are_orthogonal() -> None:
-    rotations = random_rotations(0, 6, 3).numpy()
-    agree(rotations.transpose(0, 2, 1) @ rotations, np.broadcast_to(np.eye(3), (6, 3, 3)))
-    assert abs(rotations[0] - rotations[1]).max() > 0.1
+def test_random_orthogonal_matrices_are_uniform_on_the_whole_group() -> None:
+    drawn = random_orthogonal(0, 4000, 3).numpy()
+    agree(drawn.transpose(0, 2, 1) @ drawn, np.broadcast_to(np.eye(3), (4000, 3, 3)))
+    # half are reflections; entries have mean 0 and square 1/3, and no memory of a fixed rotation
+    assert abs(np.mean(np.linalg.det(drawn) > 0) - 0.5) < 0.04
+    assert abs(drawn.mean(0)).max() < 0.04 and abs((drawn**2).mean(0) - 1 / 3).max() < 0.02
+    assert abs(np.trace(drawn, axis1=1, axis2=2).mean()) < 0.06
 
 
 # --- walks that meet conditions --------------------------------------------------------------------------------------
@@ -290,7 +293,7 @@ WRONG = {
         ("expected shape (4, 3, 3)", "got (3, 3, 3)"),
     ),
     "too few frames": (
-        lambda: flat_walk(0, random_measure(0, 4), random_rotations(0, 3, 3)),
+        lambda: flat_walk(0, random_measure(0, 4), random_orthogonal(0, 3, 3)),
         ("frames", "expected shape (4, 3, 3)", "got (3, 3, 3)"),
     ),
     "points too far apart": (lambda: sphere_tangent_walk(20, radius=0.1), ("radius", "two neighbours", "radius 0.1")),

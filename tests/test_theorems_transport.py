@@ -46,12 +46,14 @@ def assert_theorem(theorem: str, statements: set[str], counterexamples: set[str]
     assert {c.name.removeprefix(f"{theorem} ") for c in checks if c.holds} == statements
     assert {c.name.removeprefix(f"{theorem} ") for c in checks if not c.holds} == counterexamples
     table = check_table(checks)
+    assert table.index.is_unique, "a name stands for one comparison"
     assert table["passed"].all() and (table["instances"] >= INSTANCES).all()
 
 
 @pytest.mark.claim("T6")
 def test_t6_mixing_contracts(unchecked: None) -> None:
-    statements = {"mixture", "bound, Frobenius norm", "bound, spectral norm", "active heads agree"}
+    statements = {"mixture", "bound, Frobenius norm", "bound, spectral norm"}
+    statements |= {"active heads agree: Gram matrix", "active heads agree: isometry"}
     statements |= {"what disagreement takes", "mixture with a negative gate", "two scales", "rotations of a plane"}
     broken = {"identity for gates that sum to H", "bound for gates that sum to H", "bound for a negative gate"}
     broken |= {"active heads differ", "one active head differs", "isometry of two scales: heads agree"}
@@ -61,20 +63,24 @@ def test_t6_mixing_contracts(unchecked: None) -> None:
 @pytest.mark.claim("T7")
 def test_t7_ranks_bound_isometry(unchecked: None) -> None:
     statements = {"rank bound", "rank", "rank, generic heads", "rank, grouped queries", "isometry in (0, 1]"}
-    statements |= {"isometry as a distance", "partial isometry", "prescribed singular values", "rank below the bound"}
+    statements |= {"isometry as a distance", "partial isometry: isometry", "partial isometry: operator"}
+    statements |= {"prescribed singular values", "rank below the bound"}
     broken = {"rank, heads of one row space", "rank, query heads counted", "another projection"}
-    broken |= {"unequal singular values", "partial isometry of smaller rank", "d_model in place of r"}
+    broken |= {"unequal singular values: isometry", "unequal singular values: operator"}
+    broken |= {"partial isometry of smaller rank", "d_model in place of r"}
     assert_theorem("T7", statements, broken | {"d_head in place of r"})
 
 
 @pytest.mark.claim("T8")
 def test_t8_flat_means_without_holonomy(unchecked: None) -> None:
     flat = {f"flat: {what}" for what in ("no holonomy", "spectrum", "defect", "kernel", "parallel fields")}
+    flat |= {"flat: dimension of the kernel"}
     cycle = {f"cycle: {what}" for what in ("holonomy", "spectrum", "defect", "theta = 0", "theta > 0")}
     statements = {"flat, two components", "no holonomy on the walks sampled", "no holonomy: flat", "holonomy"}
     statements |= {"defect of a closed walk", "defect of a triangle", "flat causal walk of isometries"}
     statements |= {"change of frames: holonomy", "change of frames: spectrum"}
-    broken = {"flat, not connected", "flat, without W 1 = 1", "one transport reversed", "no inverse on the way back"}
+    broken = {"flat, not connected", "flat, without W 1 = 1", "no inverse on the way back"}
+    broken |= {"one transport reversed: not flat", "one transport reversed: kernel"}
     assert_theorem("T8", flat | cycle | statements, broken | {"prescribed holonomy", "adjoints without isometry"})
 
 
@@ -179,7 +185,7 @@ def undefined(walk: EdgeWalk, *_: object) -> float:
 WRONG: dict[str, tuple[Callable[[int], list[Check]], object, str, object, set[str]]] = {
     "mean gauge for sum": (check_t6, ConnectionWalk, "transport", mean_gauge_throughout, {"T6 mixture"}),
     "isometry on the fibre": (
-        check_t7, ConnectionWalk, "edge_isometry", isometry_on_the_fibre, {"T7 partial isometry"}
+        check_t7, ConnectionWalk, "edge_isometry", isometry_on_the_fibre, {"T7 partial isometry: isometry"}
     ),
     "isometry a power too low": (
         check_t7, ConnectionWalk, "edge_isometry", isometry_of_singular_values,
@@ -245,7 +251,12 @@ def test_wrong_instances_fail_a_check(
 @pytest.mark.parametrize(
     ("theorem", "owner", "attribute", "names"),
     [
-        ("T6", ConnectionWalk, "transport", {"T6 mixture", "T6 active heads agree", "T6 what disagreement takes"}),
+        (
+            "T6",
+            ConnectionWalk,
+            "transport",
+            {"T6 mixture", "T6 active heads agree: Gram matrix", "T6 what disagreement takes"},
+        ),
         ("T7", ConnectionWalk, "edge_isometry", {"T7 isometry as a distance", "T7 prescribed singular values"}),
         ("T7", ConnectionWalk, "rank_bound", {"T7 rank bound"}),
         ("T8", theorems_holonomy, "holonomy", {"T8 holonomy", "T8 cycle: holonomy", "T8 flat: no holonomy"}),
