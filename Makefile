@@ -10,6 +10,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 INSTALLED := $(VENV)/installed-$(shell { pwd; cat pyproject.toml environment.yml; } | cksum | tr ' ' '-')
 
 PROFILE ?= wheels
+WORKERS ?= 2
 # what cwlib.chain gives its kernels, a test keeps the two alike
 KERNEL_ENVIRONMENT := OMP_NUM_THREADS=2 SOURCE_DATE_EPOCH=1767225600 PYTHONHASHSEED=0 \
 	TOKENIZERS_PARALLELISM=false HF_HUB_DISABLE_TELEMETRY=1 HF_HUB_DISABLE_PROGRESS_BARS=1 \
@@ -37,8 +38,10 @@ test: $(INSTALLED) ## Run the unit tests, then compare every notebook with its c
 	env -u MPLBACKEND $(KERNEL_ENVIRONMENT) CWLIB_FIGURES="$(CURDIR)/build/figures" \
 		$(PY) -m pytest --nbval --nbval-current-env notebooks/*.ipynb
 
-study: $(INSTALLED) ## Compute figures/data from the checkpoints (PROFILE=wheels|smoke, DEVICE=cuda, FRESH=1: all rows)
-	OMP_NUM_THREADS=1 $(PY) -m cwlib study --profile $(PROFILE) $(if $(DEVICE),--device $(DEVICE)) $(if $(filter-out 0 no false,$(FRESH)),--fresh)
+study: $(INSTALLED) ## Compute figures/data from the checkpoints (PROFILE=wheels|smoke, FRESH=1: all rows, WORKERS=2, SCHEDULER=tcp://.., DEVICE=cuda)
+	OMP_NUM_THREADS=1 $(PY) -m cwlib study --profile $(PROFILE) --workers $(WORKERS) \
+		$(if $(SCHEDULER),--scheduler $(SCHEDULER)) $(if $(DEVICE),--device $(DEVICE)) \
+		$(if $(filter-out 0 no false,$(FRESH)),--fresh)
 
 lab: $(INSTALLED) ## Open the notebooks in JupyterLab
 	$(PY) -m jupyterlab --notebook-dir=notebooks
@@ -69,7 +72,7 @@ $(INSTALLED):
 	@mkdir -p build
 	@sed -n 's/^ *- \([A-Za-z0-9._-]*\)\(\[[^]]*\]\)*==\(.*\)$$/\1==\3/p' environment.yml > build/constraints.txt
 	$(PY) -m pip install -c build/constraints.txt setuptools
-	$(PY) -m pip install -c build/constraints.txt --no-build-isolation -e '.[notebooks,dev]'
+	$(PY) -m pip install -c build/constraints.txt --no-build-isolation -e '.[notebooks,dev,distributed]'
 	@mv $(VENV)/installing $@
 
 # removed, or its base Python is gone: the name alone is not to be trusted

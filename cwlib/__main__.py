@@ -47,6 +47,8 @@ def study(
     folder: Annotated[Path | None, typer.Option(help="Where the tables go.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda ...")] = "auto",
     fresh: Annotated[bool, typer.Option("--fresh", help="Recompute every row.")] = False,
+    workers: Annotated[int, typer.Option(help="Processes on this machine, each with whole checkpoints.")] = 1,
+    scheduler: Annotated[str | None, typer.Option(help="Address of a Dask scheduler, tcp://host:port.")] = None,
 ) -> None:
     """Measure checkpoints on texts, beside nulls, into a folder of tables; what is current is not computed again."""
     # Imported here, so that the catalogue answers at once.
@@ -59,7 +61,7 @@ def study(
             committed = profile == "wheels" and not checkpoint and texts is None
             folder = style.figures_dir() / "data" if committed else Path("build") / "study"
         passages = None if texts is None else corpus.read_passages(texts)
-        table = module.run(checkpoint or profile, folder, passages, fresh=fresh, device=device)
+        table = module.run(checkpoint or profile, folder, passages, fresh, device, workers=workers, scheduler=scheduler)
         print(f"{len(table)} rows of {table['checkpoint'].nunique()} checkpoints in {folder}")
 
 

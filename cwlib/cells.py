@@ -18,8 +18,8 @@ from cwlib.cores import HeadTransports
 from cwlib.corpus import Passage
 from cwlib.metrics import METRICS, Layer
 from cwlib.metrics_transport import TRIANGLES
+from cwlib.nulls import KEEP_W, NullLayer, null_layers
 from cwlib.statistics import WEIGHTS
-from cwlib.synthetic import gaussian_transports
 from cwlib.walk import ConnectionWalk
 
 INIT_SEEDS = (0, 1, 2)  #: seeds of the random-initialisation null
@@ -36,7 +36,7 @@ class Cell:
 
     checkpoint: str
     sha256: str
-    source: str  # "trained", "gaussian" or "init"
+    source: str  # "trained", or a null of `cwlib.nulls`
     seed: int
     passage: Passage | None  # None: weights only
     metrics: tuple[str, ...]
@@ -63,26 +63,17 @@ class Cell:
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:20]
 
 
-@dataclass(frozen=True, eq=False)
-class NullLayer:
-    """A captured layer whose transports are replaced by Gaussian ones of the same shape."""
-
-    walk: ConnectionWalk
-    field: torch.Tensor
-    previous: "NullLayer | None"
-
-
 def open_weights(name: str, device: str, dtype: str) -> Checkpoint:
     if name.startswith("tiny-") and "/" not in name:
         return tiny_checkpoint(name.removeprefix("tiny-"), dtype=dtype)
     return open_checkpoint(name, device=device, dtype=dtype)
 
 
-def _identity(name: str, device: str, dtype: str) -> tuple[str, str]:
-    """The sha256 of a checkpoint's weights, and a hash of its configuration and tokenizer."""
+def _identity(name: str, device: str, dtype: str) -> tuple[str, str, str]:
+    """The sha256 of a checkpoint's weights, a hash of its configuration and tokenizer, and its kind."""
     # Catalogue entries are addressed without opening them, so that a current table needs no download.
     if name in CATALOGUE:
-        return CATALOGUE[name].sha256, ""
+        return CATALOGUE[name].sha256, "", CATALOGUE[name].kind
     opened = open_weights(name, device, dtype)
     # What the weights mean depends on the configuration, and which tokens they see on the tokenizer.
     config = opened.model.config.to_dict()
@@ -90,7 +81,7 @@ def _identity(name: str, device: str, dtype: str) -> tuple[str, str]:
         config.pop(incidental, None)
     backend = getattr(opened.tokenizer, "backend_tokenizer", None)
     content = [json.dumps(config, sort_keys=True, default=str), backend.to_str() if backend else ""]
-    return opened.sha256, hashlib.sha256(json.dumps(content).encode()).hexdigest()
+    return opened.sha256, hashlib.sha256(json.dumps(content).encode()).hexdigest(), opened.kind
 
 
 def _spread(items: Sequence[Passage], count: int) -> list[Passage]:
@@ -107,8 +98,8 @@ def plan(
     Parameters
     ----------
     full : iterable of str
-        Checkpoints measured in full: all metrics on all passages, and both nulls on `NULL_PASSAGES` of them;
-        metrics of the spectrum on the first of these only, with the first seed of each null.
+        Checkpoints measured in full: all metrics on all passages, and the nulls of `cwlib.nulls` on `NULL_PASSAGES` of
+        them; metrics of the spectrum on the first of these only, of trained weights and the nulls of the weights.
     exactness : iterable of str
         Checkpoints of which only the T2 residual is measured.
     texts : sequence of Passage
@@ -119,12 +110,13 @@ def plan(
     on_weights = tuple(m.name for m in METRICS.values() if m.weights_only)
     on_text = tuple(m.name for m in METRICS.values() if not m.weights_only and m.about != "spectrum")
     spectrum = tuple(m.name for m in METRICS.values() if m.about == "spectrum")
+    nulls = tuple(n for n in on_text if n != "t2_residual")
+    on_walk = tuple(n for n in nulls if METRICS[n].about != "transport")  # what dealing out attention anew can change
     null_texts = _spread(texts, NULL_PASSAGES)
     cells = []
     for name in full:
-        sha, setup = _identity(name, device, "float32")
+        sha, setup, kind = _identity(name, device, "float32")
         variants = [("trained", 0, texts, on_text)]
-        nulls = tuple(n for n in on_text if n != "t2_residual")
         variants += [("gaussian", seed, null_texts, nulls) for seed in GAUSSIAN_SEEDS]
         variants += [("init", seed, null_texts, nulls) for seed in INIT_SEEDS]
         for source, seed, chosen, names in variants:
@@ -133,8 +125,11 @@ def plan(
                 # spectra take seconds per layer: on one passage, of the first seed
                 extra = spectrum if seed == 0 and passage == null_texts[0] else ()
                 cells.append(Cell(name, sha, source, seed, passage, names + extra, setup=setup))
+        cells += [Cell(name, sha, "shuffled", 0, passage, on_walk, setup=setup) for passage in null_texts]
+        if kind == "decoder":
+            cells += [Cell(name, sha, "sinkless", 0, passage, nulls, setup=setup) for passage in null_texts]
     for name in exactness:
-        sha, setup = _identity(name, device, "float32")
+        sha, setup, _ = _identity(name, device, "float32")
         chosen = _spread(texts, EXACTNESS_PASSAGES)
         cells += [Cell(name, sha, "trained", 0, passage, ("t2_residual",), setup=setup) for passage in chosen]
     return cells
@@ -144,33 +139,16 @@ def _measured(
     cell: Cell, checkpoint: Checkpoint, gaussians: dict[int, HeadTransports], found: Sequence[AttentionLayer]
 ) -> Iterator[tuple[int, Layer]]:
     """The layers of a cell as something `METRICS` can be computed on."""
-
-    def gaussian(index: int, like: HeadTransports) -> HeadTransports:
-        if index not in gaussians:
-            gaussians[index] = gaussian_transports(like, seed=1000 * cell.seed + index)
-        return gaussians[index]
-
     if cell.passage is None:
         for entry in found:
-            transports = entry.transports
-            if cell.source == "gaussian":
-                transports = gaussian(entry.index, transports)
             # weights only: any attention will do
+            transports = entry.transports
             nothing = torch.ones(transports.heads, 1, 1, dtype=torch.float64, device=transports.value.device)
             walk = ConnectionWalk.from_transports(nothing, transports)
-            yield entry.index, NullLayer(walk, torch.empty(0, transports.d_model), None)
+            bare = NullLayer(walk, torch.empty(0, transports.d_model), None, entry.index)
+            yield from null_layers(cell.source, cell.seed, [bare], gaussians)
         return
-    previous = None
-    for layer in layers(checkpoint, cell.passage.text, found):
-        if cell.source == "gaussian":
-            transports = gaussian(layer.index, layer.walk.transports)
-            walk = ConnectionWalk.from_transports(layer.walk.attention, transports)
-            # The step from the last layer needs that layer, but not the one before it.
-            before = previous and NullLayer(previous.walk, previous.field, None)
-            previous = NullLayer(walk, layer.field, before)
-            yield layer.index, previous
-        else:
-            yield layer.index, layer
+    yield from null_layers(cell.source, cell.seed, layers(checkpoint, cell.passage.text, found), gaussians)
 
 
 def evaluate(
@@ -200,8 +178,8 @@ def evaluate(
             metric = METRICS[name]
             gauges = ("mean", "norm") if metric.about == "graph" else ("",)
             for gauge in gauges:
-                if cell.source == "gaussian" and gauge == "mean":
-                    continue  # the null keeps the attention: the same number as the trained row
+                if cell.source in KEEP_W and gauge == "mean":
+                    continue  # the null keeps W: the same number as the trained row
                 values = np.atleast_1d(metric.compute(layer, gauge or "mean"))
                 places = [f"{t:.2f}" for t in metric.at] or [""]
                 rows += [(index, name, gauge, t, v) for t, v in zip(places, values, strict=True) if not np.isnan(v)]

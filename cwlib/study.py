@@ -11,19 +11,17 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import groupby
 from pathlib import Path
 from uuid import uuid4
 
 import pandas as pd
 from tqdm import tqdm
 
-from cwlib.architectures import attention_layers
 from cwlib.catalogue import cache_dir
-from cwlib.cells import IDENTITY, ROW, WEIGHTS, Cell, evaluate, open_weights, plan, provenance
-from cwlib.checkpoints import initialise
+from cwlib.cells import IDENTITY, ROW, WEIGHTS, Cell, plan
 from cwlib.corpus import Passage, passages
 from cwlib.metrics import METRICS
+from cwlib.workers import executors, results
 
 PROFILES = {
     # name -> checkpoints measured in full, checkpoints of which only T2 is checked
@@ -100,6 +98,8 @@ def run(
     fresh: bool = False,
     device: str = "auto",
     progress: bool = True,
+    workers: int = 1,
+    scheduler: str | None = None,
 ) -> pd.DataFrame:
     """Run a study, or find it current.
 
@@ -120,6 +120,8 @@ def run(
         As in `cwlib.open_checkpoint`.
     progress : bool
         Show a bar with the time left.
+    workers, scheduler
+        Where cells are computed; as in `cwlib.workers.executors`.
 
     Returns
     -------
@@ -129,7 +131,7 @@ def run(
     Raises
     ------
     ValueError
-        If the profile is unknown.
+        If the profile is unknown, or as in `cwlib.workers.executors`.
     cwlib.CheckpointError
         If a checkpoint cannot be had. Cells already computed are kept.
     """
@@ -162,7 +164,7 @@ def run(
     earlier = _committed(folder)
     known = set() if earlier is None or fresh else set(earlier[1]["key"])
     missing = {c.key: c for c in cells if c.key not in known and (fresh or _stored(work, c) is None)}
-    _compute(list(missing.values()), work, device, progress)
+    _compute(list(missing.values()), work, device, progress, workers, scheduler)
 
     tables, origins = [], []
     for cell in cells:
@@ -188,38 +190,20 @@ def run(
     return table
 
 
-def _compute(missing: Sequence[Cell], work: Path, device: str, progress: bool) -> None:
-    """Compute cells, opening each set of weights once, and store each as soon as it is done."""
-
-    def weights(cell: Cell) -> tuple[str, str, int]:
-        # The Gaussian null replaces transports only; it runs on the trained model.
-        return (
-            cell.checkpoint,
-            "init" if cell.source == "init" else "trained",
-            cell.seed if cell.source == "init" else 0,
-        )
-
-    with tqdm(total=len(missing), unit="cell", disable=not progress or not missing) as bar:
-        for (name, source, seed), group in groupby(sorted(missing, key=weights), key=weights):
-            bar.set_description(f"{name} {source}")
-            try:
-                checkpoint = open_weights(name, device, "float32")
-                if source == "init":
-                    checkpoint = initialise(checkpoint, seed, device=device)
-                found = attention_layers(checkpoint.model)
-            except ValueError as error:
-                raise ValueError(f"checkpoint {name}: {error}") from error
-            gaussians: dict[tuple[str, int], dict] = {}
-            for cell in group:
-                try:
-                    rows = evaluate(cell, checkpoint, gaussians.setdefault((cell.source, cell.seed), {}), found)
-                except ValueError as error:
-                    raise ValueError(f"checkpoint {name}, passage {cell.passage_name}: {error}") from error
-                origin = json.dumps(provenance(cell, checkpoint) | {"digest": _digest(rows)})
-                _write(work / f"{cell.key}.json", lambda p, text=origin: p.write_text(text))
-                # Last, for its presence marks the cell as done.
-                _write(work / f"{cell.key}.parquet", lambda p, frame=rows: frame.to_parquet(p, index=False))
-                bar.update()
+def _compute(
+    missing: Sequence[Cell], work: Path, device: str, progress: bool, workers: int, scheduler: str | None
+) -> None:
+    """Compute cells and store each as soon as it is done."""
+    if not missing:
+        return
+    with executors(workers, scheduler) as pools, tqdm(total=len(missing), unit="cell", disable=not progress) as bar:
+        for cell, rows, origin in results(missing, device, pools):
+            text = json.dumps(origin | {"digest": _digest(rows)})
+            _write(work / f"{cell.key}.json", lambda p, text=text: p.write_text(text))
+            # Last, for its presence marks the cell as done.
+            _write(work / f"{cell.key}.parquet", lambda p, frame=rows: frame.to_parquet(p, index=False))
+            bar.set_description(f"{cell.checkpoint} {cell.source}")
+            bar.update()
 
 
 def load(folder: str | Path) -> pd.DataFrame:
@@ -241,7 +225,8 @@ def load(folder: str | Path) -> pd.DataFrame:
 
 COLUMNS = {
     "checkpoint": "catalogue name, folder or hub id",
-    "source": "trained; gaussian: O_h, V_h replaced by N(0, 1) entries; init: random initialisation",
+    "source": "trained, or a null: gaussian (O_h, V_h drawn at random), init (random initialisation), "
+    "shuffled (attention dealt out to the heads anew), sinkless (decoders: token 0 removed)",
     "seed": "seed of a null; 0 for trained weights",
     "passage": f"text of the corpus; {WEIGHTS}: the value depends on weights only",
     "layer": "attention layer from 0; a step is filed under the later of its two layers",
