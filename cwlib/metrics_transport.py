@@ -62,7 +62,8 @@ def angle_correlation(transports: HeadTransports, field: Field) -> float:
     for vectors in (field.detach().to(torch.float64), transports.total().apply(field)[0]):
         unit = torch.nn.functional.normalize(vectors, dim=1)
         cosines.append((unit @ unit.T)[tuple(torch.triu_indices(len(unit), len(unit), 1))].cpu().numpy())
-    return float(np.corrcoef(*cosines)[0, 1]) if len(cosines[0]) > 2 else np.nan
+    with np.errstate(invalid="ignore"):  # NaN where T vanishes
+        return float(np.corrcoef(*cosines)[0, 1]) if len(cosines[0]) > 2 else np.nan
 
 
 def sample_triangles(walk: ConnectionWalk, seed: int = 0, count: int = TRIANGLES) -> Int[Tensor, "triangle 3"]:

@@ -9,9 +9,10 @@ r"""Null models: what a layer would measure if one thing about it were left to c
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from cwlib._types import Attention, Field
@@ -22,12 +23,16 @@ from cwlib.walk import ConnectionWalk
 KEEP_W = ("gaussian", "shuffled")  #: nulls that keep the token walk in the mean gauge
 
 
+@runtime_checkable
 class Captured(Protocol):
     """What is changed; `cwlib.capture.LayerWalk` is one."""
 
-    index: int
-    walk: ConnectionWalk
-    field: Tensor
+    @property
+    def index(self) -> int: ...
+    @property
+    def walk(self) -> ConnectionWalk: ...
+    @property
+    def field(self) -> Tensor: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +55,7 @@ def shuffled_heads(attention: Attention, seed: int) -> Attention:
     return attention.gather(0, order[:, :, None].expand_as(attention))
 
 
-def without_first_token(attention: Attention) -> Attention:
+def without_first_token(attention: Attention) -> Float[Tensor, "head rest_dst rest_src"]:
     r"""Attention among tokens 1, 2, ..., rows renormalised: :math:`A^h_{ij}/(1 - A^h_{i0})`.
 
     A row that gave all its weight to token 0, to the last bit, is left with its own token.

@@ -47,6 +47,8 @@ LABELS = {
 NULLS = {  # drawn in grey, told apart by line style
     "gaussian": {"label": "Gaussian O, V", "linestyle": ":", "color": style.NULL["color"]},
     "init": {"label": "random initialisation", "linestyle": "-", "linewidth": 0.8, "color": style.NULL["color"]},
+    "shuffled": {"label": "heads shuffled", "linestyle": "-.", "linewidth": 0.8, "color": style.NULL["color"]},
+    "sinkless": {"label": "token 0 removed", "linestyle": "--", "linewidth": 0.8, "color": "#666666"},
 }
 VERDICT_COLOURS = {  # fixed order, light enough for black text; the word is printed in every cell
     "not testable here": "#E6E6E6",
@@ -181,7 +183,7 @@ def _grey_legend(fig: Figure, axes: np.ndarray) -> None:
     for ax in axes.flat:
         for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
             seen.setdefault(label, handle)
-    names = [n for n in ("trained", "Gaussian O, V", "random initialisation") if n in seen]
+    names = [n for n in ("trained", *(look["label"] for look in NULLS.values())) if n in seen]
     fig.legend([seen[n] for n in names], names, loc="outside upper center", ncols=len(names), frameon=False)
 
 

@@ -23,7 +23,7 @@ class _Opened:
     """A set of weights in memory, and what cells of it share."""
 
     checkpoint: Checkpoint
-    found: list[AttentionLayer]
+    found: Sequence[AttentionLayer]
     gaussians: dict[int, dict[int, HeadTransports]] = field(default_factory=dict)
 
 
@@ -36,7 +36,8 @@ def weights_of(cell: Cell) -> tuple[str, str, int]:
 
 
 def _opened(cell: Cell, device: str) -> _Opened:
-    key = (*weights_of(cell), device)
+    # the name alone may stand for other weights than a moment ago
+    key = (*weights_of(cell), cell.sha256, cell.setup, cell.dtype, device)
     if key not in _OPENED:
         _OPENED.clear()  # before the next is read: two large models need not fit
         gc.collect()
@@ -119,8 +120,11 @@ def results(cells: Sequence[Cell], device: str, pools: Sequence[Executor]) -> It
     """Compute cells and yield each as soon as it is done; weights are opened once per process where possible."""
     ordered = sorted(cells, key=weights_of)
     if not pools:
-        for cell in ordered:
-            yield work(cell, device)
+        try:
+            for cell in ordered:
+                yield work(cell, device)
+        finally:
+            _OPENED.clear()
         return
     pool = _share_out(ordered, pools)
     futures = [pool[cell.checkpoint].submit(work, cell, device) for cell in ordered]

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import cwlib
-from cwlib import cells, study
+from cwlib import cells, study, workers
 from cwlib.cells import Cell
 from cwlib.checkpoints import initialise, tiny_checkpoint
 from cwlib.corpus import Passage
@@ -59,7 +59,7 @@ def small(folder: Path | None, **options: object) -> pd.DataFrame:
     return run(folder, **{"profile": ("tiny-bert",), "texts": TEXTS[:1], **options})
 
 
-SMALL_CELLS = 10  # trained, Gaussian and three initialised sets of weights: alone, and on the text
+SMALL_CELLS = 11  # trained, Gaussian and three initialised sets of weights: alone, and on the text; shuffled heads
 
 
 @dataclass(frozen=True)
@@ -94,13 +94,13 @@ def warm(smoke: Smoke, cache: Path) -> Path:
 def computed(monkeypatch: pytest.MonkeyPatch, unchecked: None) -> list[Cell]:
     """The cells that a run computes, as they are computed."""
     done = []
-    evaluate = study.evaluate
+    evaluate = workers.evaluate
 
     def counting(cell: Cell, *rest: object) -> pd.DataFrame:
         done.append(cell)
         return evaluate(cell, *rest)
 
-    monkeypatch.setattr(study, "evaluate", counting)
+    monkeypatch.setattr(workers, "evaluate", counting)
     return done
 
 
@@ -140,6 +140,16 @@ def expected_rows() -> Iterator[tuple]:
                     causal = name == "tiny-llama" and metric == "inverse_defect"  # no way back to compare with
                     if not causal and (layer > 0 or metric not in STEPS):
                         yield name, source, seed, text.name, layer, metric, gauge, at
+    for name, source, text, layer in itertools.product(FULL, ("shuffled", "sinkless"), TEXTS, range(LAYERS)):
+        if name == "tiny-bert" and source == "sinkless":
+            continue  # token 0 is a sink in decoders
+        gauges = ("norm",) if source == "shuffled" else ("mean", "norm")
+        places = [(m, g) for m in GRAPH for g in gauges] + [(m, "") for m in ON_TEXT]
+        for metric, gauge in places:
+            on_maps = source == "shuffled" and metric in {"norm_cv", "angle_correlation"}  # not of attention
+            causal = name == "tiny-llama" and metric == "inverse_defect"
+            if not on_maps and not causal and (layer > 0 or metric not in STEPS):
+                yield name, source, 0, text.name, layer, metric, gauge, ""
     for name, text, layer in itertools.product(EXACTNESS, TEXTS, range(LAYERS)):
         yield name, "trained", 0, text.name, layer, "t2_residual", "", ""
 
@@ -292,7 +302,7 @@ def test_an_interrupted_run_resumes_with_the_missing_cells_only(
     right = small(tmp_path / "uninterrupted")
     assert computed == []
     monkeypatch.setenv("CWLIB_CACHE", str(tmp_path / "another cache"))
-    counting = study.evaluate
+    counting = workers.evaluate
 
     def dying(cell: Cell, *rest: object) -> pd.DataFrame:
         if len(computed) == stop:
@@ -300,7 +310,7 @@ def test_an_interrupted_run_resumes_with_the_missing_cells_only(
         return counting(cell, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(study, "evaluate", dying)
+        patch.setattr(workers, "evaluate", dying)
         with pytest.raises(KeyboardInterrupt):
             small(tmp_path / "interrupted")
     assert len(computed) == stop
@@ -318,7 +328,7 @@ def test_fresh_computes_every_cell_again_to_the_last_bit(tmp_path: Path, warm: P
     assert content(tmp_path) == before
 
 
-@pytest.mark.parametrize(("metric", "count"), [("symmetry", 5), ("entropy_rate", 5), ("t2_residual", 1)])
+@pytest.mark.parametrize(("metric", "count"), [("symmetry", 5), ("entropy_rate", 6), ("t2_residual", 1)])
 def test_a_new_version_of_a_metric_computes_its_cells_again(
     metric: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm: Path, computed: list
 ) -> None:
@@ -337,7 +347,7 @@ def test_a_changed_text_is_measured_again(tmp_path: Path, warm: Path, computed: 
     small(tmp_path)
     edited = replace(TEXTS[0], text=TEXTS[0].text + " More.")
     table = small(tmp_path, texts=(edited,))
-    assert [cell.passage for cell in computed] == [edited] * 5
+    assert [cell.passage for cell in computed] == [edited] * 6
     assert not table.duplicated(KEYS).any()
     layer = next(iter(cwlib.layers(tiny_checkpoint("bert"), edited.text)))
     key = "tiny-bert", "trained", 0, edited.name, 0, "entropy_rate", "mean", ""
@@ -503,7 +513,7 @@ def test_the_smoke_profile_takes_the_built_in_corpus(monkeypatch: pytest.MonkeyP
             cwlib.layers(checkpoint, cell.passage.text)  # raises if the text does not fit
         return pd.DataFrame([(cell.checkpoint, cell.source, cell.seed, cell.passage_name, 0, "metric", "", "", 0.0)])
 
-    monkeypatch.setattr(study, "evaluate", lambda *given: accept(*given).set_axis([*KEYS, "value"], axis=1))
+    monkeypatch.setattr(workers, "evaluate", lambda *given: accept(*given).set_axis([*KEYS, "value"], axis=1))
     table = study.run("smoke", progress=False)
     assert len(set(table["passage"]) - {"-"}) >= 2
 
@@ -524,12 +534,12 @@ def local(tmp_path: Path) -> Path:
 def test_a_local_folder_is_a_checkpoint(local: Path, tmp_path: Path, computed: list) -> None:
     table = small(tmp_path / "data", profile=(str(local),))
     assert set(table["checkpoint"]) == {str(local)}
-    assert set(table["source"]) == {"trained", "gaussian", "init"}
+    assert set(table["source"]) == {"trained", "gaussian", "init", "shuffled", "sinkless"}
     assert table.loc[table["metric"] == "t2_residual", "value"].max() <= 1e-5
     assert set(study.load(tmp_path / "data")["kind"]) == {"decoder"}
     moved = local.rename(local.with_name("moved"))
     again = small(None, profile=(str(moved),))
-    assert len(computed) == SMALL_CELLS  # the same weights, under another name
+    assert len(computed) == SMALL_CELLS + 1  # a decoder; the same weights, under another name, are not measured again
     assert set(again["checkpoint"]) == {str(moved)}
 
 
@@ -606,7 +616,7 @@ def test_a_layer_without_transport_does_not_stop_a_study(tmp_path: Path, monkeyp
         torch.nn.init.zeros_(checkpoint.model.get_submodule("layers.1.self_attn.o_proj").weight)
         return checkpoint
 
-    monkeypatch.setattr(study, "open_weights", pruned)
+    monkeypatch.setattr(workers, "open_weights", pruned)
     table = run(None, ("tiny-llama",), TEXTS[:1])
     rows = table[(table["source"] == "trained") & (table["layer"] == 1)]
     assert {"entropy_rate", "sink_mass"} <= set(rows.loc[rows["gauge"] == "mean", "metric"])
