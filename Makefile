@@ -17,7 +17,7 @@ KERNEL_ENVIRONMENT := OMP_NUM_THREADS=2 SOURCE_DATE_EPOCH=1767225600 PYTHONHASHS
 	TQDM_DISABLE=1 PYTHONWARNINGS=ignore:IProgress
 
 .DEFAULT_GOAL := help
-.PHONY: help figures test study lab lint clean
+.PHONY: help figures test study verify lab lint clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
@@ -42,6 +42,9 @@ study: $(INSTALLED) ## Compute figures/data from the checkpoints (PROFILE=wheels
 	OMP_NUM_THREADS=1 $(PY) -m cwlib study --profile $(PROFILE) --workers $(WORKERS) \
 		$(if $(SCHEDULER),--scheduler $(SCHEDULER)) $(if $(DEVICE),--device $(DEVICE)) \
 		$(if $(filter-out 0 no false,$(FRESH)),--fresh)
+
+verify: $(INSTALLED) ## Recompute a sample of the committed numbers and compare (FULL=1: all); exit status 1 if any differs
+	OMP_NUM_THREADS=1 $(PY) -m cwlib verify $(if $(filter-out 0 no false,$(FULL)),--full)
 
 lab: $(INSTALLED) ## Open the notebooks in JupyterLab
 	$(PY) -m jupyterlab --notebook-dir=notebooks

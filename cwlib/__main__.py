@@ -65,6 +65,25 @@ def study(
         print(f"{len(table)} rows of {table['checkpoint'].nunique()} checkpoints in {folder}")
 
 
+@app.command()
+def verify(
+    profile: Annotated[str, typer.Option(help="The profile that was measured.")] = "wheels",
+    folder: Annotated[Path | None, typer.Option(help="Where the tables are; figures/data by default.")] = None,
+    full: Annotated[bool, typer.Option("--full", help="Every cell instead of a sample.")] = False,
+    seed: Annotated[int, typer.Option(help="Of the sample.")] = 0,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda ...")] = "cpu",
+) -> None:
+    """Recompute a sample of the committed numbers and compare; exit status 1 if any differs."""
+    from cwlib import style
+    from cwlib import verify as module
+
+    with _clean_errors():
+        found = module.verify(style.figures_dir() / "data" if folder is None else folder, profile, full, seed, device)
+        print(found.report())
+    if not found.reproduced:
+        raise typer.Exit(1)
+
+
 def _list() -> None:
     row = "{:<19}{:<9}{:>10}  {:<10}{:<19}{:>11}  {:<8}{}".format
     print(row("name", "kind", "parameters", "precision", "licence", "download/MB", "cached", "sha256"))

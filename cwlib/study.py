@@ -44,15 +44,24 @@ def _write(path: Path, write: Callable[[Path], object]) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _committed(folder: Path | None) -> tuple[pd.DataFrame, pd.DataFrame] | None:
-    """The rows of an earlier run in ``folder``, and its cells that have all their rows; None if there are none."""
-    if folder is None or not (folder / "study.csv").exists() or not (folder / "cells.csv").exists():
+def committed(folder: Path) -> tuple[pd.DataFrame, pd.DataFrame] | None:
+    """The rows of a study in ``folder`` and its cells, whose column ``whole`` tells whether they have the rows written.
+
+    None if there is no study; ValueError if a file of it cannot be read.
+    """
+    if not (folder / "study.csv").exists() or not (folder / "cells.csv").exists():
         return None
     table = _read(folder / "study.csv", {"seed": int, "layer": int, "at": str, "value": float}, ROW)
     cells = _read(folder / "cells.csv", {"seed": int}, [*IDENTITY, "key", "digest"])
     digests = {identity: _digest(rows) for identity, rows in table.groupby(IDENTITY)}
     whole = [digests.get(tuple(c[i] for i in IDENTITY)) == c["digest"] for _, c in cells.iterrows()]
-    return table[[*ROW, "value"]], cells[whole]
+    return table[[*ROW, "value"]], cells.assign(whole=whole)
+
+
+def _committed(folder: Path | None) -> tuple[pd.DataFrame, pd.DataFrame] | None:
+    """The rows of an earlier run in ``folder``, and its cells that have all their rows; None if there are none."""
+    found = None if folder is None else committed(folder)
+    return found and (found[0], found[1][found[1]["whole"]].drop(columns="whole"))
 
 
 def _digest(rows: pd.DataFrame) -> str:

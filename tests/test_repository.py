@@ -24,20 +24,12 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 # a module imports only modules that stand before it
 ORDER = [
     *("_types", "validation", "checks", "cores", "blocks", "walk", "edges", "measures", "laplacian"),
-    *(
-        "holonomy",
-        "spectra",
-        "synthetic",
-        "nulls",
-        "dense",
-        "theorems_balance",
-        "theorems_laplacian",
-        "theorems_causal",
-    ),
-    *("theorems_transport", "theorems_holonomy", "theorems", "exact"),
+    *("holonomy", "spectra", "synthetic", "nulls", "dense", "theorems_balance", "theorems_laplacian"),
+    *("theorems_causal", "theorems_transport", "theorems_holonomy", "theorems", "exact"),
     *("metrics_graph", "metrics_transport", "metrics_spectrum", "metrics", "corpus"),
     *("catalogue", "loading", "fetch", "sources", "tiny", "checkpoints", "architectures", "capture"),
-    *("statistics", "cells", "workers", "study", "claims", "style", "plots_theory", "plots", "chain", "__main__"),
+    *("statistics", "cells", "workers", "study", "claims", "style", "verify"),
+    *("plots_theory", "plots", "chain", "__main__"),
 ]
 TOP_LEVEL = {
     *("README.md", "environment.yml", "Makefile", "pyproject.toml", "LICENSE", "CITATION.cff"),
