@@ -115,7 +115,7 @@ def verify(
             chosen[cell.key] = cell
     parts = []
     for cell, rows, _ in tqdm(results(list(chosen.values()), device, ()), total=len(chosen), unit="cell"):
-        identity = cell.checkpoint, cell.source, cell.seed, cell.passage_name
+        identity = [cell.checkpoint, cell.source, cell.seed, cell.passage_name]
         mine = (table[IDENTITY] == identity).all(axis=1)
         parts.append(table[mine].merge(rows, on=ROW, how="outer", suffixes=("", " again")))
     rows = pd.concat(parts).rename(columns={"value": "committed", "value again": "recomputed"})
