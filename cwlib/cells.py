@@ -13,19 +13,20 @@ import torch
 from cwlib.architectures import AttentionLayer, attention_layers
 from cwlib.capture import layers
 from cwlib.catalogue import CATALOGUE
-from cwlib.checkpoints import Checkpoint, open_checkpoint, tiny_checkpoint
+from cwlib.checkpoints import Checkpoint, initialise, open_checkpoint, tiny_checkpoint
 from cwlib.cores import HeadTransports
 from cwlib.corpus import Passage
-from cwlib.metrics import METRICS, Layer
+from cwlib.metric import Layer
+from cwlib.metrics import METRICS, RARELY
 from cwlib.metrics_transport import TRIANGLES
 from cwlib.nulls import KEEP_W, NullLayer, null_layers
+from cwlib.quantise import SCHEMES, quantised
 from cwlib.statistics import WEIGHTS
 from cwlib.walk import ConnectionWalk
 
 INIT_SEEDS = (0, 1, 2)  #: seeds of the random-initialisation null
 GAUSSIAN_SEEDS = (0,)
 NULL_PASSAGES = 4  #: passages on which nulls are measured, spread evenly over the corpus
-EXACTNESS_PASSAGES = 4  #: likewise for checkpoints of which only the T2 residual is measured
 IDENTITY = ["checkpoint", "source", "seed", "passage"]  #: of a cell
 ROW = [*IDENTITY, "layer", "metric", "gauge", "at"]
 
@@ -36,7 +37,7 @@ class Cell:
 
     checkpoint: str
     sha256: str
-    source: str  # "trained", or a null of `cwlib.nulls`
+    source: str  # "trained", a null of `cwlib.nulls`, or a scheme of `cwlib.quantise`
     seed: int
     passage: Passage | None  # None: weights only
     metrics: tuple[str, ...]
@@ -63,10 +64,18 @@ class Cell:
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:20]
 
 
-def open_weights(name: str, device: str, dtype: str) -> Checkpoint:
-    if name.startswith("tiny-") and "/" not in name:
-        return tiny_checkpoint(name.removeprefix("tiny-"), dtype=dtype)
-    return open_checkpoint(name, device=device, dtype=dtype)
+def open_weights(name: str, source: str, seed: int, device: str, dtype: str) -> Checkpoint:
+    """Trained weights, or those of the source ``init`` or of a scheme of `cwlib.quantise`."""
+    tiny = name.startswith("tiny-") and "/" not in name
+    if source == "init":
+        # by name, so that the trained weights are not read: two large models need not fit
+        start = tiny_checkpoint(name.removeprefix("tiny-"), dtype=dtype) if tiny else name
+        return initialise(start, seed, dtype, device)
+    if tiny:
+        found = tiny_checkpoint(name.removeprefix("tiny-"), dtype=dtype)
+    else:
+        found = open_checkpoint(name, device=device, dtype=dtype)
+    return quantised(found, source) if source in SCHEMES else found
 
 
 def _identity(name: str, device: str, dtype: str) -> tuple[str, str, str]:
@@ -74,7 +83,7 @@ def _identity(name: str, device: str, dtype: str) -> tuple[str, str, str]:
     # Catalogue entries are addressed without opening them, so that a current table needs no download.
     if name in CATALOGUE:
         return CATALOGUE[name].sha256, "", CATALOGUE[name].kind
-    opened = open_weights(name, device, dtype)
+    opened = open_weights(name, "trained", 0, device, dtype)
     # What the weights mean depends on the configuration, and which tokens they see on the tokenizer.
     config = opened.model.config.to_dict()
     for incidental in ("_name_or_path", "transformers_version"):
@@ -91,47 +100,48 @@ def _spread(items: Sequence[Passage], count: int) -> list[Passage]:
 
 
 def plan(
-    full: Iterable[str], exactness: Iterable[str] = (), texts: Sequence[Passage] = (), device: str = "auto"
+    checkpoints: Iterable[str], texts: Sequence[Passage], control: Iterable[str] = (), device: str = "auto"
 ) -> list[Cell]:
     """The cells of a study.
 
     Parameters
     ----------
-    full : iterable of str
-        Checkpoints measured in full: all metrics on all passages, and the nulls of `cwlib.nulls` on `NULL_PASSAGES` of
-        them; metrics of the spectrum on the first of these only, of trained weights and the nulls of the weights.
-    exactness : iterable of str
-        Checkpoints of which only the T2 residual is measured.
+    checkpoints : iterable of str
+        Measured by all metrics on all passages, and beside them the nulls of `cwlib.nulls` on `NULL_PASSAGES` of the
+        passages; metrics that take seconds on the first of these only, of trained weights and Gaussian maps.
     texts : sequence of Passage
         The corpus.
+    control : iterable of str
+        Those of the checkpoints that are measured once more after rounding, in each scheme of `cwlib.quantise`.
     device : str
         Where a checkpoint that is not in the catalogue is opened to find its sha256.
     """
     on_weights = tuple(m.name for m in METRICS.values() if m.weights_only)
-    on_text = tuple(m.name for m in METRICS.values() if not m.weights_only and m.about != "spectrum")
-    spectrum = tuple(m.name for m in METRICS.values() if m.about == "spectrum")
+    on_text = tuple(m.name for m in METRICS.values() if not m.weights_only and m.about not in RARELY)
+    rarely = tuple(m.name for m in METRICS.values() if m.about in RARELY)
+    pairs = tuple(m.name for m in METRICS.values() if m.about == "pairs")
     nulls = tuple(n for n in on_text if n != "t2_residual")
     on_walk = tuple(n for n in nulls if METRICS[n].about != "transport")  # what dealing out attention anew can change
-    null_texts = _spread(texts, NULL_PASSAGES)
+    null_texts, control = _spread(texts, NULL_PASSAGES), set(control)
     cells = []
-    for name in full:
+    for name in checkpoints:
         sha, setup, kind = _identity(name, device, "float32")
         variants = [("trained", 0, texts, on_text)]
         variants += [("gaussian", seed, null_texts, nulls) for seed in GAUSSIAN_SEEDS]
         variants += [("init", seed, null_texts, nulls) for seed in INIT_SEEDS]
+        variants += [(scheme, 0, texts, nulls) for scheme in (SCHEMES if name in control else ())]
         for source, seed, chosen, names in variants:
             cells.append(Cell(name, sha, source, seed, None, on_weights, setup=setup))
             for passage in chosen:
-                # spectra take seconds per layer: on one passage, of the first seed
-                extra = spectrum if seed == 0 and passage == null_texts[0] else ()
+                once = source in ("trained", "gaussian") and passage == null_texts[0]
+                extra = rarely if once else ()
                 cells.append(Cell(name, sha, source, seed, passage, names + extra, setup=setup))
         cells += [Cell(name, sha, "shuffled", 0, passage, on_walk, setup=setup) for passage in null_texts]
         if kind == "decoder":
-            cells += [Cell(name, sha, "sinkless", 0, passage, nulls, setup=setup) for passage in null_texts]
-    for name in exactness:
-        sha, setup, _ = _identity(name, device, "float32")
-        chosen = _spread(texts, EXACTNESS_PASSAGES)
-        cells += [Cell(name, sha, "trained", 0, passage, ("t2_residual",), setup=setup) for passage in chosen]
+            for passage in null_texts:
+                # are layers alike beyond the sink that they share?
+                names = (*nulls, *pairs) if passage == null_texts[0] else nulls
+                cells.append(Cell(name, sha, "sinkless", 0, passage, names, setup=setup))
     return cells
 
 
@@ -172,16 +182,21 @@ def evaluate(
     """
     gaussians = {} if gaussians is None else gaussians
     found = attention_layers(checkpoint.model) if found is None else found
-    rows = []
+    rows, chain = [], None
+    pairs = any(METRICS[name].about == "pairs" for name in cell.metrics)
     for index, layer in _measured(cell, checkpoint, gaussians, found):
+        if pairs:
+            # all layers at once, so without what the other metrics have computed on each
+            bare = ConnectionWalk.from_transports(layer.walk.attention, layer.walk.transports)
+            chain = NullLayer(bare, layer.field, chain, index)
         for name in cell.metrics:
             metric = METRICS[name]
             gauges = ("mean", "norm") if metric.about == "graph" else ("",)
             for gauge in gauges:
                 if cell.source in KEEP_W and gauge == "mean":
                     continue  # the null keeps W: the same number as the trained row
-                values = np.atleast_1d(metric.compute(layer, gauge or "mean"))
-                places = [f"{t:.2f}" for t in metric.at] or [""]
+                values = np.atleast_1d(metric.compute(chain if metric.about == "pairs" else layer, gauge or "mean"))
+                places = [f"{t:g}" for t in metric.at] or [""]
                 rows += [(index, name, gauge, t, v) for t, v in zip(places, values, strict=True) if not np.isnan(v)]
     table = pd.DataFrame(rows, columns=["layer", "metric", "gauge", "at", "value"])
     head = {"checkpoint": cell.checkpoint, "source": cell.source, "seed": cell.seed, "passage": cell.passage_name}

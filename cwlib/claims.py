@@ -1,15 +1,24 @@
 """The paper's three empirical claims, the rules that decide them, and the verdicts on a study.
 
-The rules were fixed before the study was run. C1 and C2 are judged per checkpoint and metric:
+The rules were fixed before this study was run; an earlier study, of four of the six checkpoints and with rules on rank
+correlations alone, had been seen. C1 and C2 are judged per checkpoint and metric, by direction and by size. *Change* is
+the mean over the last third of layers minus that over the first third, per passage; *gain* is the change of the trained
+weights minus that of a null, on the same passages.
 
-``supported``       the trend over depth points the claimed way, its bootstrap interval over passages stays on that side
-                    of zero, and it is stronger than in each random-initialisation null; for C2 the deep layers (last
-                    third) must also lie beyond both nulls in the claimed direction
-``mixed``           the trend points the claimed way with an interval beyond zero, but a null does as well or better
-``not supported``   anything else
+``supported``       the metric moves the claimed way over depth: the interval over passages of its Spearman correlation
+                    with depth, and that of its change, lie on the claimed side of zero; its gain over every null does,
+                    too (three random initialisations, Gaussian maps, shuffled heads); for decoders its change does so
+                    still once token 0 is removed; and for C2 the last third lies beyond that of every null
+``mixed``           it moves the claimed way, but one of the other conditions fails
+``not supported``   it does not move the claimed way
 
-C3 fits, within encoders and within decoders, the slope of those trends over log10 parameters: supported if its interval
-is above zero, mixed if only the slope is, and not testable here with fewer than three checkpoints of one kind.
+A verdict on weights that are stored in a few bits is marked *fragile* if moving every number by the largest shift that
+rounding causes in the control (`cwlib.effects.rounding_table`) could change it; one on a checkpoint of the control, if
+the rounded weights get another.
+
+C3 fits, within encoders and within decoders, the slope of the gain over the null that is hardest to beat against log10
+parameters: supported if its interval over models is above zero, mixed if only the slope is, and not testable here with
+fewer than three checkpoints. Two checkpoints of one family give a difference, which is reported without a verdict.
 
 A checkpoint, and then the claim, takes the verdict its parts agree on, and is mixed if they differ.
 """
@@ -22,10 +31,15 @@ import pandas as pd
 from scipy.stats import linregress
 from scipy.stats import t as student_t
 
-from cwlib.statistics import Trend, depth_trend, early_and_late
+from cwlib.catalogue import CATALOGUE
+from cwlib.effects import rounding_table
+from cwlib.quantise import SCHEMES
+from cwlib.statistics import Estimate, Trend, depth_trend, estimate, thirds
 
 SUPPORTED, MIXED, NOT_SUPPORTED, NOT_TESTABLE = "supported", "mixed", "not supported", "not testable here"
 MINIMUM_MODELS = 3  #: checkpoints of one kind without which a trend over scale is not tested
+NULLS = ("init", "gaussian", "shuffled")  #: that must be beaten
+EXACT = ("float32", "float16", "bfloat16")  #: precisions of weights that were not rounded to a few bits
 
 
 @dataclass(frozen=True)
@@ -73,37 +87,60 @@ CLAIMS: dict[str, Claim] = {
 }
 
 
-def _select(table: pd.DataFrame, checkpoint: str, evidence: Evidence, source: str) -> pd.DataFrame:
-    return table[
-        (table["checkpoint"] == checkpoint)
-        & (table["metric"] == evidence.metric)
-        & (table["gauge"] == evidence.gauge)
-        & (table["source"] == source)
-    ]
+@dataclass(frozen=True)
+class Case:
+    """What the rule looks at, for one metric of one checkpoint; every number is positive if it is as claimed.
+
+    Attributes
+    ----------
+    trend : Trend
+        Spearman correlation with depth.
+    change : Estimate
+        Late minus early layers.
+    gains : dict of str to Estimate
+        Change minus that of each null, by its name.
+    sinkless : Estimate, optional
+        Change once token 0 is removed.
+    gaps : dict of str to Estimate
+        Late layers minus those of each null that they must lie beyond.
+    """
+
+    trend: Trend
+    change: Estimate
+    gains: dict[str, Estimate]
+    sinkless: Estimate | None
+    gaps: dict[str, Estimate]
+
+    @property
+    def hardest(self) -> str:
+        """The null with the least gain."""
+        return min(self.gains, key=lambda null: self.gains[null].mean)
+
+    def moved(self, change: float, late: float) -> "Case":
+        """The same after every change and every late value moved."""
+        return Case(
+            self.trend,
+            self.change.moved(change),
+            {null: gain.moved(change) for null, gain in self.gains.items()},
+            self.sinkless and self.sinkless.moved(change),
+            {null: gap.moved(late) for null, gap in self.gaps.items()},
+        )
 
 
-def judge(trend: Trend, null_trends: Iterable[float], deep: float, null_deep: Iterable[float], direction: int) -> str:
-    """Apply the rule of C1 and C2 to one metric of one checkpoint.
+def judge(case: Case) -> str:
+    """Apply the rule of C1 and C2.
 
     Parameters
     ----------
-    trend : Trend
-        Over depth, of the trained checkpoint.
-    null_trends : iterable of float
-        The same correlation in each null.
-    deep, null_deep : float, iterable of float
-        Mean over the last third of the layers, trained and in each null that must be beaten (none for C1).
-    direction : int
-        +1 if the claim says that the quantity grows, -1 if it falls.
+    case : Case
+        Of one metric of one checkpoint. Without any null to compare with, it is at best mixed.
     """
-    if trend.passages == 1:
+    if case.trend.passages == 1:
         return NOT_TESTABLE
-    edge = trend.low if direction > 0 else trend.high
-    if not direction * edge > 0:
+    if not (case.trend.low > 0 and case.change.low > 0):
         return NOT_SUPPORTED
-    beats = all(direction * trend.rho > direction * null for null in null_trends)
-    beyond = all(direction * deep > direction * null for null in null_deep)
-    return SUPPORTED if beats and beyond else MIXED
+    others = [*case.gains.values(), *case.gaps.values(), *([case.sinkless] if case.sinkless else [])]
+    return SUPPORTED if case.gains and all(other.low > 0 for other in others) else MIXED
 
 
 def combine(verdicts: Iterable[str]) -> str:
@@ -114,8 +151,30 @@ def combine(verdicts: Iterable[str]) -> str:
     return parts.pop() if len(parts) == 1 else MIXED
 
 
+def _case(rows: pd.DataFrame, evidence: Evidence, beyond_nulls: bool, source: str = "trained") -> Case:
+    """Of one metric of one checkpoint: all its rows."""
+    sign = evidence.direction
+    cases = dict(iter(rows.groupby(["source", "seed"])))
+    trend = depth_trend(cases[source, 0])
+    oriented = Trend(sign * trend.rho, *sorted((sign * trend.low, sign * trend.high)), trend.passages)
+    own = thirds(cases[source, 0])
+    gains, gaps = {}, {}
+    for (null, seed), group in cases.items():
+        if null in NULLS:
+            other = thirds(group)
+            # like with like: nulls are measured on some of the passages
+            difference = own.loc[own.index.isin(other.index)] - other
+            name = f"{null} {seed}" if null == "init" else null
+            gains[name] = estimate(difference["change"]).times(sign)
+            if beyond_nulls:
+                gaps[name] = estimate(difference["late"]).times(sign)
+    sinkless = cases.get(("sinkless", 0))
+    removed = None if sinkless is None else estimate(thirds(sinkless)["change"]).times(sign)
+    return Case(oriented, estimate(own["change"]).times(sign), gains, removed, gaps)
+
+
 def evidence_table(table: pd.DataFrame) -> pd.DataFrame:
-    """One line per claim, checkpoint and metric: trend, interval, nulls and verdict (C1, C2).
+    """One line per claim, checkpoint and metric: trend, change, nulls and verdict (C1, C2).
 
     Parameters
     ----------
@@ -125,72 +184,124 @@ def evidence_table(table: pd.DataFrame) -> pd.DataFrame:
     Returns
     -------
     pandas.DataFrame
-        Columns claim, checkpoint, kind, metric, expected (rises or falls), rho, low, high, passages, null_rho (the
-        strongest random-initialisation trend in the claimed direction), deep, null_deep (the best null), verdict.
+        Columns claim, checkpoint, kind, metric, expected (rises or falls); rho, change, sinkless, gain and gap with
+        their intervals, all counted positive in the claimed direction, gain and gap for the null that is hardest to
+        beat; effect, the standardised gain; passages; shift, what rounding may move a change by; verdict; fragile.
+        The module's text defines each.
     """
+    shifts = rounding_table(table)
     lines = []
     for claim in (CLAIMS["C1"], CLAIMS["C2"]):
         for evidence in claim.evidence:
-            for checkpoint in sorted(table["checkpoint"].unique()):
-                rows = _select(table, checkpoint, evidence, "trained")
-                if rows["layer"].nunique() < 3:
-                    continue
-                lines.append(_line(table, claim, checkpoint, evidence, rows))
+            chosen = (table["metric"] == evidence.metric) & (table["gauge"] == evidence.gauge)
+            for checkpoint, rows in table[chosen].groupby("checkpoint"):
+                if rows[rows["source"] == "trained"]["layer"].nunique() >= 3:
+                    lines.append(_line(claim, evidence, checkpoint, rows, shifts))
     return pd.DataFrame(lines)
 
 
-def _line(table: pd.DataFrame, claim: Claim, checkpoint: str, evidence: Evidence, rows: pd.DataFrame) -> dict:
-    sign = evidence.direction
-    initial = _select(table, checkpoint, evidence, "init")
-    gaussian = _select(table, checkpoint, evidence, "gaussian")
-    trend = depth_trend(rows)
-    null_trends = [depth_trend(group).rho for _, group in initial.groupby("seed")]
-    nulls = [*initial.groupby("seed"), *gaussian.groupby("seed")] if claim.beyond_nulls else []
-    # Like with like: nulls are measured on some of the passages.
-    shared = rows[rows["passage"].isin(initial["passage"].unique())]
-    deep, null_deep = early_and_late(shared)[1], [early_and_late(group)[1] for _, group in nulls]
-    return {
+def _line(claim: Claim, evidence: Evidence, checkpoint: str, rows: pd.DataFrame, shifts: pd.DataFrame) -> dict:
+    case = _case(rows, evidence, claim.beyond_nulls)
+    verdict, shift, fragile = judge(case), np.nan, False
+    rounded = [scheme for scheme in SCHEMES if scheme in set(rows["source"])]
+    if rounded:
+        fragile = any(judge(_case(rows, evidence, claim.beyond_nulls, scheme)) != verdict for scheme in rounded)
+    elif len(shifts) and rows["stored_as"].iloc[0] not in EXACT:
+        mine = shifts[(shifts["metric"] == evidence.metric) & (shifts["gauge"] == evidence.gauge)]
+        shift, late = mine["change_shift"].abs().max(), mine["late_shift"].abs().max()
+        fragile = any(judge(case.moved(sign * shift, sign * late)) != verdict for sign in (1, -1))
+    nothing = Estimate(np.nan, np.nan, np.nan, np.nan)
+    gain = case.gains[case.hardest] if case.gains else nothing
+    gap = min(case.gaps.values(), key=lambda gap: gap.mean, default=nothing)
+    intervals = {"change": case.change, "sinkless": case.sinkless or nothing, "gain": gain, "gap": gap}
+    line = {
         "claim": claim.id,
         "checkpoint": checkpoint,
         "kind": rows["kind"].iloc[0],
         "metric": evidence.metric,
-        "expected": "rises" if sign > 0 else "falls",
-        "rho": trend.rho,
-        "low": trend.low,
-        "high": trend.high,
-        "passages": trend.passages,
-        "null_rho": sign * max(sign * r for r in null_trends),
-        "deep": deep,
-        "null_deep": sign * max(sign * d for d in null_deep) if null_deep else float("nan"),
-        "verdict": judge(trend, null_trends, deep, null_deep, sign),
+        "expected": "rises" if evidence.direction > 0 else "falls",
+        "passages": case.trend.passages,
+        "rho": case.trend.rho,
+        "rho_low": case.trend.low,
+        "rho_high": case.trend.high,
+    }
+    for name, found in intervals.items():
+        line |= {name: found.mean, f"{name}_low": found.low, f"{name}_high": found.high}
+    hardest = case.hardest if case.gains else ""
+    return line | {
+        "null": hardest,
+        "effect": gain.effect,
+        "shift": shift,
+        "verdict": verdict,
+        "fragile": fragile,
     }
 
 
-def scale_table(evidence: pd.DataFrame, parameters: dict[str, int]) -> pd.DataFrame:
-    r"""Does the evidence for C1 and C2 grow with scale? One line per kind and metric (C3).
+def _gains(table: pd.DataFrame, line: pd.Series, evidence: Evidence) -> pd.Series:
+    """Per passage, the gain that a line of evidence speaks of."""
+    rows = table[(table["checkpoint"] == line["checkpoint"]) & (table["metric"] == evidence.metric)]
+    rows = rows[rows["gauge"] == evidence.gauge]
+    null, _, seed = line["null"].partition(" ")
+    own, other = (
+        thirds(rows[(rows["source"] == source) & (rows["seed"] == int(number or 0))])["change"]
+        for source, number in (("trained", 0), (null, seed))
+    )
+    return evidence.direction * (own[own.index.isin(other.index)] - other)
 
-    The strength of a checkpoint is its trend over depth, counted positive in the claimed direction; its slope over
-    :math:`\log_{10}` parameters is fitted within encoders and within decoders, with a 95% t-interval.
+
+def model_groups(evidence: pd.DataFrame) -> dict[str, list[str]]:
+    """Checkpoints to compare over scale: those of one kind, and those of one family of the catalogue if two or more."""
+    kinds = evidence.drop_duplicates("checkpoint").groupby("kind")["checkpoint"].apply(list).to_dict()
+    families: dict[str, list[str]] = {}
+    for name in sorted(set(evidence["checkpoint"]) & set(CATALOGUE), key=lambda n: CATALOGUE[n].parameters):
+        families.setdefault(CATALOGUE[name].family, []).append(name)
+    return kinds | {f"family {family}": names for family, names in families.items() if len(names) > 1}
+
+
+def scale_table(table: pd.DataFrame, evidence: pd.DataFrame, parameters: dict[str, int]) -> pd.DataFrame:
+    r"""Does the evidence for C1 and C2 grow with scale? One line per group of checkpoints and metric (C3).
+
+    The strength of a checkpoint is its gain over the null that is hardest to beat; its slope over
+    :math:`\log_{10}` parameters is a least-squares fit.
 
     Parameters
     ----------
+    table : pandas.DataFrame
+        From `cwlib.study.load`.
     evidence : pandas.DataFrame
         From `evidence_table`.
     parameters : dict of str to int
         Parameter count by checkpoint.
+
+    Returns
+    -------
+    pandas.DataFrame
+        Columns group (encoder, decoder, or a family), rests on (C1 or C2), metric, models; slope; low, high: 95%
+        t-interval over models, NaN with fewer than three; text_low, text_high: interval of the slope over the passages
+        that all of them share, models taken as given; verdict.
     """
+    rules = {(c.id, e.metric): e for c in CLAIMS.values() for e in c.evidence}
     lines = []
-    for (kind, claim, metric), group in evidence.groupby(["kind", "claim", "metric"]):
-        line = {"kind": kind, "rests on": claim, "metric": metric, "models": len(group)}
-        slope = low = high = float("nan")
-        verdict = NOT_TESTABLE
-        if len(group) >= MINIMUM_MODELS:
-            sign = group["expected"].map({"rises": 1, "falls": -1})
-            fit = linregress(np.log10([parameters[c] for c in group["checkpoint"]]), sign * group["rho"])
-            margin = fit.stderr * student_t.ppf(0.975, len(group) - 2)
-            slope, low, high = fit.slope, fit.slope - margin, fit.slope + margin
-            verdict = SUPPORTED if low > 0 else MIXED if slope > 0 else NOT_SUPPORTED
-        lines.append(line | {"slope": slope, "low": low, "high": high, "verdict": verdict})
+    for group, names in model_groups(evidence).items():
+        for (claim, metric), mine in evidence[evidence["checkpoint"].isin(names)].groupby(["claim", "metric"]):
+            size = np.log10([parameters[c] for c in mine["checkpoint"]])
+            line = {"group": group, "rests on": claim, "metric": metric, "models": len(mine)}
+            if len(mine) < 2 or (mine["null"] == "").any():
+                blank = dict.fromkeys(("slope", "low", "high", "text_low", "text_high"), np.nan)
+                lines.append(line | blank | {"verdict": NOT_TESTABLE})
+                continue
+            gains = pd.concat([_gains(table, m, rules[claim, metric]) for _, m in mine.iterrows()], axis=1).dropna()
+            centred = size - size.mean()
+            by_text = estimate(pd.Series(gains.to_numpy() @ centred / (centred @ centred), index=gains.index))
+            low = high = np.nan
+            verdict = NOT_TESTABLE
+            fit = linregress(size, mine["gain"])
+            if len(mine) >= MINIMUM_MODELS:
+                margin = fit.stderr * student_t.ppf(0.975, len(mine) - 2)
+                low, high = fit.slope - margin, fit.slope + margin
+                verdict = SUPPORTED if low > 0 else MIXED if fit.slope > 0 else NOT_SUPPORTED
+            bounds = {"low": low, "high": high, "text_low": by_text.low, "text_high": by_text.high}
+            lines.append(line | {"slope": fit.slope} | bounds | {"verdict": verdict})
     return pd.DataFrame(lines)
 
 
@@ -208,7 +319,7 @@ def verdict_table(evidence: pd.DataFrame, scale: pd.DataFrame) -> pd.DataFrame:
         per = {}
         for kind, checkpoint in order.itertuples(index=False):
             if claim.id == "C3":
-                parts = scale[scale["kind"] == kind]
+                parts = scale[scale["group"] == kind]
             else:
                 parts = evidence[(evidence["claim"] == claim.id) & (evidence["checkpoint"] == checkpoint)]
             per[checkpoint] = combine(parts["verdict"])

@@ -7,12 +7,13 @@ inner product and trace of products of transports reduces to d_head x d_head *co
     P_{kh} = O_k^T O_h, \qquad B_{hl} = V_h V_l^T, \qquad C_{hl} = V_h O_l,
 
 by cyclicity of the trace, so nothing here forms a d_model x d_model matrix. Cores are accumulated in float64
-whatever the dtype of the weights. Under grouped-query attention ``groups`` consecutive query heads share one
-value head; value cores are formed once per pair of value heads and expanded by a view.
+whatever the dtype of the weights. Under grouped-query attention ``groups`` consecutive query heads share one value
+head, and what depends on value heads is computed once for the group.
 """
 
 from dataclasses import dataclass
 from functools import cached_property
+from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Float
@@ -113,6 +114,11 @@ class HeadTransports:
         cores = torch.einsum("had,lbd->hlab", self._v, right._v)
         return right.per_head(self.per_head(cores, 0), 1)
 
+    @property
+    def _shared_value_cores(self) -> Float[Tensor, "kv_head kv_head d_head d_head"]:
+        # heads of a group share V: what is computed from these is computed once for the group
+        return torch.einsum("xad,ybd->xyab", self._v, self._v)
+
     def mixed_cores(self) -> HeadCores:
         r"""Cores :math:`C_{hl} = V_h O_l`, float64."""
         return self.per_head(torch.einsum("had,ldb->hlab", self._v, self._o))
@@ -138,8 +144,22 @@ class HeadTransports:
         right = self if other is None else other
         if right.d_model != self.d_model:
             raise ValueError(f"other: expected d_model {self.d_model}, got {right.d_model}")
-        # <O_h V_h, O'_k V'_k> = tr(V_h^T O_h^T O'_k V'_k) = sum_ab (O_h^T O'_k)_ab (V_h V'_k^T)_ab
-        return torch.einsum("hkab,hkab->hk", self.output_cores(right), self.value_cores(right))
+        if right not in self._grams:
+            # <O_h V_h, O'_k V'_k> = <O_h V_h V'_k^T, O'_k>, and heads of a group share V: a product of d_model x d_head
+            # with d_head x d_head for every query head and every value head of the other layer.
+            theirs = right._o.unflatten(0, (right.kv_heads, -1)).flatten(2)
+            mine, value = self._o, self._v
+            columns = []
+            for head, outputs in zip(right._v, theirs, strict=True):
+                carried = mine @ self.per_head(value @ head.T)
+                columns.append(carried.flatten(1) @ outputs.T)
+            self._grams[right] = torch.cat(columns, 1)
+        return self._grams[right]
+
+    @cached_property
+    def _grams(self) -> "WeakKeyDictionary[HeadTransports, HeadGram]":
+        # with other layers; depends on weights only, and is asked for on every text
+        return WeakKeyDictionary()
 
     @cached_property
     def head_gram(self) -> HeadGram:
@@ -152,14 +172,14 @@ class HeadTransports:
 
         For a mixture :math:`\Omega = \sum_h g_h T_h`,
         :math:`|\Omega^T \Omega|_F^2 = \sum_{khlm} g_k g_h g_l g_m Q_{khlm}`.
-        Costs O(H^3 d_head^3 + H^4 d_head^2).
+        Costs O(H^2 kv d_head^3 + H^4 d_head^2) for kv value heads.
         """
-        heads, size = self.heads, self.d_head * self.d_head
-        p, b = self.output_cores(), self.value_cores()
-        # left[k, h, l] = P_kh B_hl; tr(left[k, h, l] left[l, m, k]) contracts its two d_head axes.
-        left = torch.einsum("khab,hlbc->klhac", p, b).reshape(heads, heads, heads, size)
-        right = torch.einsum("lmab,mkbc->klmca", p, b).reshape(heads, heads, heads, size)
-        return torch.einsum("klhs,klms->khlm", left, right).contiguous()
+        grouped = self.kv_heads, self.groups
+        p, b = self.output_cores().unflatten(1, grouped), self._shared_value_cores
+        # left[k, h, y] = P_kh B_hl for any l in group y; the form is tr(left[k, h, l's] left[l, m, k's]).
+        left = torch.einsum("kxnab,xybc->kxnyac", p, b).flatten(1, 2).unflatten(0, grouped)
+        form = torch.einsum("xkhyac,ylmxca->xkhylm", left, left)
+        return form.reshape(4 * (self.heads,))
 
     @cached_property
     def triangle_forms(self) -> tuple[Float[Tensor, "head head head"], Float[Tensor, "head head head head"]]:
@@ -169,11 +189,16 @@ class HeadTransports:
         :math:`R_{hh'll'} = tr((T_h T_l)^T T_{h'} T_{l'}) = tr(C_{hl}^T P_{hh'} C_{h'l'} B_{l'l})`, which give the inner
         product and the norms in the holonomy defect of a triangle.
         """
-        p, b, c = self.output_cores(), self.value_cores(), self.mixed_cores()
-        outer = torch.einsum("hkab,kmbc->hkmac", p, c)  # P_hk C_km
-        inner = torch.einsum("mlab,hlcb->hlmac", b, c)  # B_ml C_hl^T
-        cubic = torch.einsum("hmac,hlmca->hlm", p, inner)
-        return cubic, torch.einsum("hkmac,hlmca->hklm", outer, inner)
+        grouped = self.kv_heads, self.groups
+        p, b = self.output_cores(), self._shared_value_cores
+        c = torch.einsum("xad,ldb->xlab", self._v, self._o)
+        outer = torch.einsum("hxnab,xmbc->hxnmac", p.unflatten(1, grouped), c)  # P_hk C_km
+        outer = outer.flatten(1, 2).unflatten(2, grouped).unflatten(0, grouped)
+        inner = torch.einsum("ylab,xlcb->xlyac", self.per_head(b, 1), c)  # B_ml C_hl^T
+        p = p.unflatten(1, grouped).unflatten(0, grouped)
+        cubic = torch.einsum("xhymac,xlyca->xhlym", p, inner)
+        form = torch.einsum("xhkymac,xlyca->xhklym", outer, inner)
+        return cubic.reshape(3 * (self.heads,)), form.reshape(4 * (self.heads,))
 
     @cached_property
     def product_traces(self) -> HeadGram:

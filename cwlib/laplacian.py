@@ -7,8 +7,7 @@ walks whose fibres carry the identity metric; `in_metric` changes frames so that
 
 Two numbers per edge decide everything that is quadratic in K: :math:`|K_{ij}|_F^2` and :math:`tr(K_{ij}K_{ji})`. No
 function here forms K. Defects are in [0, 1], do not change when all transports are scaled together (`mass` keeps the
-scale), and vanish exactly when their condition holds up to that scale; those written with a square root are
-accurate to about 1e-8 near zero.
+scale), and vanish exactly when their condition holds up to that scale; near zero they are accurate to about 1e-8.
 """
 
 from weakref import WeakKeyDictionary
@@ -52,14 +51,14 @@ def whitening_metric(field: Field, ridge: float = 1e-3) -> Map:
         If the field is not finite or constant, or the ridge is not positive.
     """
     require_finite("field", field, 2, "token, d_model")
-    centred = field.detach().to(torch.float64) - field.detach().to(torch.float64).mean(0)
+    field = field.detach().to(torch.float64)
+    centred = field - field.mean(0)
     covariance = centred.T @ centred / len(centred)
     level = covariance.trace() / len(covariance)
     # a mean rounds: what is left of a constant field is below 1e-15 of its size, squared
-    if not 0 < ridge < float("inf") or level <= 1e-28 * field.detach().to(torch.float64).square().mean():
-        raise ValueError(
-            f"ridge, field: expected ridge > 0 and a field that varies, got {ridge!r}, variance {level:.3g}"
-        )
+    if not 0 < ridge < float("inf") or level <= 1e-28 * field.square().mean():
+        found = f"{ridge!r}, variance {level:.3g}"
+        raise ValueError(f"ridge, field: expected ridge > 0 and a field that varies, got {found}")
     ridged = covariance + ridge * level * torch.eye(len(covariance)).to(covariance)
     return torch.cholesky_inverse(torch.linalg.cholesky(ridged))  # symmetric, as inv is to rounding only
 
@@ -237,8 +236,15 @@ def inverse_defect(walk: AnyWalk, measure: Measure | None = None) -> float:
     return float((weight * (1 - cosine**2).sqrt()).sum() / weight.sum()) if len(weight) else float("nan")
 
 
-def _energies(walk: AnyWalk, field: Field, measure: Measure | None) -> tuple[float, float, float, float]:
+_Energies = tuple[float, float, float, float]
+_ENERGIES: "WeakKeyDictionary[AnyWalk, tuple[Field, _Energies]]" = WeakKeyDictionary()  # of the last field
+
+
+def _energies(walk: AnyWalk, field: Field, measure: Measure | None) -> _Energies:
     r""":math:`\sum\pi_i|x_i|^2`, and sums of f times :math:`|x_i|^2`, :math:`|\Omega x_j|^2` and their product."""
+    if measure is None and walk in _ENERGIES and _ENERGIES[walk][0] is field:
+        return _ENERGIES[walk][1]
+    chosen, given = measure is None, field
     measure, flow = measure_and_flow(walk, measure)
     step = walk @ field
     field = field.detach().to(torch.float64)
@@ -247,7 +253,10 @@ def _energies(walk: AnyWalk, field: Field, measure: Measure | None) -> tuple[flo
         raise ValueError("field: expected a field that does not vanish, got zeros")
     kept, moved = (flow.sum(1) * squares).sum(), walk.blocks.incoming_energy(flow, field).sum()
     crossed = (measure * (field * step).sum(1)).sum()
-    return float((measure * squares).sum()), float(kept), float(moved), float(crossed)
+    found = float((measure * squares).sum()), float(kept), float(moved), float(crossed)
+    if chosen:
+        _ENERGIES[walk] = given, found
+    return found
 
 
 def dirichlet_energy(walk: AnyWalk, field: Field, measure: Measure | None = None) -> float:

@@ -5,18 +5,13 @@ look at the token walk W (mean gauge: what attends; norm gauge: what flows); tra
 Omega_ij. ``T`` without an index is the layer's total transport :math:`\sum_h T_h`.
 """
 
-import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
-from weakref import WeakKeyDictionary
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from cwlib._types import Field, Gauge
-from cwlib.cores import HeadTransports
+from cwlib._types import Gauge
 from cwlib.laplacian import (
     dirichlet_energy,
     inverse_defect,
@@ -26,14 +21,28 @@ from cwlib.laplacian import (
     metric_defect,
     parallel_defect,
 )
-from cwlib.measures import stochastic_walk
+from cwlib.metric import (
+    Layer,
+    Metric,
+    graph,
+    graph_step,
+    line,
+    on_field,
+    on_spectrum,
+    on_walk,
+    on_walk_and_field,
+    on_weights,
+    spectrum_on_weights,
+)
 from cwlib.metrics_graph import (
-    TokenWalk,
+    MOST,
     depth_step,
     entropy_rate,
+    layer_cosines,
     operator_cosine,
     reversibility_defect,
     schmidt_participation,
+    schmidt_spectrum,
     single_walk_error,
     sink_mass,
     spectral_gap,
@@ -47,169 +56,82 @@ from cwlib.metrics_spectrum import (
     spectrum_lowest,
 )
 from cwlib.metrics_transport import (
+    RELATIVE_RANKS,
     angle_correlation,
     edge_isometry,
     head_isometry,
     holonomy_defect,
     identity_alignment,
     norm_cv,
+    singular_spectrum,
     sum_isometry,
     symmetry,
 )
 from cwlib.metrics_transport import sample_triangles as sample_triangles
 from cwlib.walk import ConnectionWalk
 
-
-@runtime_checkable
-class Layer(Protocol):
-    """What `measure` needs of a captured layer; `cwlib.capture.LayerWalk` is one."""
-
-    @property
-    def walk(self) -> ConnectionWalk: ...
-    @property
-    def field(self) -> Tensor: ...
-    @property
-    def previous(self) -> "Layer | None": ...
-
-
-@dataclass(frozen=True)
-class Metric:
-    """A named quantity of one layer.
-
-    Attributes
-    ----------
-    name, description, range : str
-        For the glossary; ``description`` gives the formula or the docstring's first line.
-    version : int
-        Raised whenever the definition changes, so that stored rows are recomputed.
-    about : {"graph", "walk", "transport", "spectrum", "exactness"}
-        Depends on W alone (and then on the gauge); on attention and transports (and perhaps the field); on transports
-        (and perhaps the field); on the spectrum of the operator, which takes seconds; or compares the walk with
-        the model.
-    compute : callable
-        ``(layer, gauge) -> float``, or an array over ``at``; NaN where the quantity is undefined for that layer.
-    at : tuple of float
-        Where a quantity that is a function is evaluated; empty for a number.
-    weights_only : bool
-        Whether the passage does not matter.
-    """
-
-    name: str
-    about: Literal["graph", "walk", "transport", "spectrum", "exactness"]
-    range: str
-    compute: Callable[[Layer, Gauge], float | np.ndarray]
-    description: str
-    version: int = 1
-    weights_only: bool = False
-    at: tuple[float, ...] = ()
-
-
-def _line(function: Callable) -> str:
-    # the docstring's first paragraph, its mathematics marked as Markdown and notebooks have it
-    first = " ".join((function.__doc__ or "").split("\n\n")[0].split())
-    return re.sub(r":math:`([^`]*)`", r"$\1$", first).replace("``", "`")
-
-
-_TOKEN_WALKS: "WeakKeyDictionary[ConnectionWalk, dict[Gauge, TokenWalk | None]]" = WeakKeyDictionary()
-
-
-def _token_walk(walk: ConnectionWalk, gauge: Gauge) -> TokenWalk | None:
-    """W with its measure and spectrum, kept while the layer lives; None if nothing flows into some token."""
-    known = _TOKEN_WALKS.setdefault(walk, {})
-    if gauge not in known:
-        defined = bool((walk.effective_walk(gauge) > 0).any(1).all())
-        known[gauge] = TokenWalk(stochastic_walk(walk, gauge)) if defined else None
-    return known[gauge]
-
-
-def _on_token_walks(function: Callable[..., float], gauge: Gauge, *walks: ConnectionWalk) -> float:
-    found = [_token_walk(walk, gauge) for walk in walks]
-    return np.nan if None in found else function(*found)
-
-
-def _graph(function: Callable[[TokenWalk], float], bounds: str) -> Metric:
-    def compute(layer: Layer, gauge: Gauge) -> float:
-        return _on_token_walks(function, gauge, layer.walk)
-
-    return Metric(function.__name__, "graph", bounds, compute, _line(function))
-
-
-def _graph_step(function: Callable[[TokenWalk, TokenWalk], float], bounds: str) -> Metric:
-    def compute(layer: Layer, gauge: Gauge) -> float:
-        if layer.previous is None:
-            return np.nan
-        return _on_token_walks(function, gauge, layer.previous.walk, layer.walk)
-
-    return Metric(function.__name__, "graph", bounds, compute, _line(function))
-
-
-def _on_walk(function: Callable[[ConnectionWalk], float], bounds: str) -> Metric:
-    return Metric(function.__name__, "walk", bounds, lambda x, _: function(x.walk), _line(function))
-
-
-def _on_weights(function: Callable[[HeadTransports], float | Tensor], bounds: str) -> Metric:
-    def compute(layer: Layer, _: Gauge) -> float:
-        # a head without any transport has no isometry; the mean is over the others
-        return float(torch.as_tensor(function(layer.walk.transports), dtype=torch.float64).nanmean())
-
-    return Metric(function.__name__, "transport", bounds, compute, _line(function), weights_only=True)
-
-
-def _on_walk_and_field(function: Callable[[ConnectionWalk, Field], float], bounds: str) -> Metric:
-    return Metric(function.__name__, "walk", bounds, lambda x, _: function(x.walk, x.field), _line(function))
-
-
-def _on_spectrum(
-    function: Callable[[ConnectionWalk], float | np.ndarray], bounds: str, at: tuple[float, ...] = ()
-) -> Metric:
-    return Metric(function.__name__, "spectrum", bounds, lambda x, _: function(x.walk), _line(function), at=at)
-
-
-def _on_field(function: Callable[[HeadTransports, Field], float], bounds: str) -> Metric:
-    return Metric(
-        function.__name__,
-        "transport",
-        bounds,
-        lambda x, _: function(x.walk.transports, x.field),
-        _line(function),
-    )
+RARELY = ("spectrum", "pairs")  #: what takes seconds a layer, and is measured only when asked for
 
 
 def _operator_cosine(layer: Layer, _: Gauge) -> float:
     return np.nan if layer.previous is None else operator_cosine(layer.previous.walk, layer.walk)
 
 
+def _layer_cosines(layer: Layer, _: Gauge) -> np.ndarray:
+    earlier, before = [], layer.previous
+    while before is not None:
+        earlier.append(before.walk)
+        before = before.previous
+    index = getattr(layer, "index", len(earlier))
+    if len(earlier) != index:
+        raise ValueError(
+            f"layer: layer_cosines needs the {index} layers before, of which {len(earlier)} are left; keep "
+            "list(cwlib.layers(...))"
+        )
+    return layer_cosines(layer.walk, earlier[::-1])
+
+
 METRICS: dict[str, Metric] = {
     metric.name: metric
     for metric in (
-        _graph_step(depth_step, "[0, 1]"),
-        Metric("operator_cosine", "walk", "[-1, 1]", _operator_cosine, _line(operator_cosine)),
-        _graph_step(spectral_step, "[0, 2]"),
-        _graph(reversibility_defect, "[0, 1]"),
-        _graph(spectral_gap, "[0, 2]"),
-        _graph(entropy_rate, "[0, log n] nats"),
-        _graph(sink_mass, "[0, 1]"),
-        _on_walk(schmidt_participation, "[1, H]"),
-        _on_walk(single_walk_error, "[0, 1)"),
-        _on_weights(head_isometry, "(0, 1]"),
-        _on_weights(sum_isometry, "(0, 1]"),
-        _on_walk(edge_isometry, "(0, 1]"),
-        _on_weights(symmetry, "[0, 1]"),
-        _on_weights(identity_alignment, "[-1, 1]"),
-        _on_field(norm_cv, ">= 0"),
-        _on_field(angle_correlation, "[-1, 1]"),
-        _on_walk(holonomy_defect, "[0, 1]"),
-        _on_walk(laplacian_defect, "[0, 1]"),
-        _on_walk(metric_defect, "[0, 1]"),
-        _on_walk(inverse_defect, "[0, 1]"),
-        _on_walk(metric_balance_defect, "[0, 1]"),
-        _on_walk(mass, "< 1"),
-        _on_walk_and_field(dirichlet_energy, ">= 0"),
-        _on_walk_and_field(parallel_defect, "[0, 1]"),
-        _on_spectrum(spectral_density, ">= 0", tuple(GRID.tolist())),
-        _on_spectrum(spectral_density_error, ">= 0", tuple(GRID.tolist())),
-        _on_spectrum(spectrum_lowest, "real"),
-        _on_spectrum(spectrum_highest, "real"),
+        graph_step(depth_step, "[0, 1]"),
+        Metric("operator_cosine", "walk", "[-1, 1]", _operator_cosine, line(operator_cosine)),
+        graph_step(spectral_step, "[0, 2]"),
+        graph(reversibility_defect, "[0, 1]"),
+        graph(spectral_gap, "[0, 2]"),
+        graph(entropy_rate, "[0, log n] nats"),
+        graph(sink_mass, "[0, 1]"),
+        on_walk(schmidt_participation, "[1, H]"),
+        on_walk(single_walk_error, "[0, 1)"),
+        on_walk(schmidt_spectrum, "[0, 1]", tuple(np.arange(1.0, MOST + 1).tolist())),
+        on_weights(head_isometry, "(0, 1]"),
+        spectrum_on_weights(singular_spectrum, ">= 0", tuple(RELATIVE_RANKS.tolist())),
+        on_weights(sum_isometry, "(0, 1]"),
+        on_walk(edge_isometry, "(0, 1]"),
+        on_weights(symmetry, "[0, 1]"),
+        on_weights(identity_alignment, "[-1, 1]"),
+        on_field(norm_cv, ">= 0"),
+        on_field(angle_correlation, "[-1, 1]"),
+        on_walk(holonomy_defect, "[0, 1]"),
+        on_walk(laplacian_defect, "[0, 1]"),
+        on_walk(metric_defect, "[0, 1]"),
+        on_walk(inverse_defect, "[0, 1]"),
+        on_walk(metric_balance_defect, "[0, 1]"),
+        on_walk(mass, "< 1"),
+        on_walk_and_field(dirichlet_energy, ">= 0"),
+        on_walk_and_field(parallel_defect, "[0, 1]"),
+        on_spectrum(spectral_density, ">= 0", tuple(GRID.tolist())),
+        on_spectrum(spectral_density_error, ">= 0", tuple(GRID.tolist())),
+        on_spectrum(spectrum_lowest, "real"),
+        on_spectrum(spectrum_highest, "real"),
+        Metric(
+            "layer_cosines",
+            "pairs",
+            "[-1, 1]",
+            _layer_cosines,
+            line(layer_cosines),
+            at=tuple(np.arange(float(MOST)).tolist()),
+        ),
         Metric(
             "t2_residual",
             "exactness",
@@ -242,7 +164,8 @@ def measure(
         previous layer are then left out by default, and refused by name; likewise, under cross-attention, those that
         need as many destinations as sources).
     metrics : iterable of str, optional
-        Names out of ``cwlib.METRICS``; by default all that apply but those of the spectrum, which take seconds.
+        Names out of ``cwlib.METRICS``; by default all that apply but those that take seconds: of the
+        spectrum, and of all pairs of layers.
     gauge : {"mean", "norm"}
         Which token walk W the attention-graph metrics look at; other metrics do not depend on it.
 
@@ -268,7 +191,7 @@ def measure(
         )
     walk = layer if bare else layer.walk
     needs_model = {"depth_step", "spectral_step", "operator_cosine", "norm_cv", "angle_correlation", "t2_residual"}
-    needs_model |= {"dirichlet_energy", "parallel_defect"}
+    needs_model |= {"dirichlet_energy", "parallel_defect", "layer_cosines"}
     if isinstance(metrics, str):
         raise ValueError(f"metrics: expected a list of names, got the string {metrics!r}; write [{metrics!r}]")
     needs_square = {"spectral_step", "reversibility_defect", "spectral_gap", "holonomy_defect"}
@@ -279,7 +202,7 @@ def measure(
     left_out = (needs_model if bare else steps if dropped else set()) | (
         needs_square if walk.n_dst != walk.n_src else set()
     )
-    by_default = [m.name for m in METRICS.values() if m.about != "spectrum" and m.name not in left_out]
+    by_default = [m.name for m in METRICS.values() if m.about not in RARELY and m.name not in left_out]
     names = by_default if metrics is None else list(metrics)
     for name in names:
         if name not in METRICS:

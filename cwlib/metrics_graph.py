@@ -1,5 +1,6 @@
 """Quantities of the attention graph: the token walk W, alone or from layer to layer, and how many heads it takes."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,6 +15,7 @@ from cwlib.measures import Measure, choose_measure, reversibilised_spectrum
 from cwlib.measures import reversibility_defect as _reversibility_defect
 from cwlib.walk import ConnectionWalk
 
+MOST = 128  #: heads and layers up to which functions of a head's rank or of a layer are reported
 SINK_FROM = 8  #: sink_mass averages over tokens from this index on: earlier ones have little else to attend to
 
 
@@ -55,6 +57,17 @@ def operator_cosine(before: ConnectionWalk, after: ConnectionWalk) -> float:
     return before.inner(after) / size if size > 0 else np.nan
 
 
+def layer_cosines(walk: ConnectionWalk, earlier: Sequence[ConnectionWalk]) -> Float[np.ndarray, " layer"]:
+    r"""Cosine of a layer's operator with each earlier layer's, :math:`\langle K, K'\rangle / (|K|\,|K'|)` (T9).
+
+    At 0, 1, ..., up to `MOST`; NaN beyond the layer and where an operator vanishes.
+    """
+    cosines = np.full(MOST, np.nan)
+    for index, other in enumerate(earlier[:MOST]):
+        cosines[index] = operator_cosine(other, walk)
+    return cosines
+
+
 def spectral_step(before: AnyTokenWalk, after: AnyTokenWalk) -> float:
     """Wasserstein-1 distance between the spectra of the reversibilised walks of neighbouring layers, in [0, 2]."""
     return float(wasserstein_distance(_of(before).spectrum.cpu().numpy(), _of(after).spectrum.cpu().numpy()))
@@ -94,3 +107,15 @@ def single_walk_error(walk: ConnectionWalk) -> float:
     r"""Relative error of the best constant-transport walk, :math:`\sqrt{1 - s_1^2/\sum s^2}` in [0, 1) (T3)."""
     squares = walk.schmidt_values() ** 2
     return float((1 - squares[0] / squares.sum()).sqrt())
+
+
+def schmidt_spectrum(walk: ConnectionWalk) -> Float[np.ndarray, " rank"]:
+    r"""Operator Schmidt values by rank, :math:`s_k / \sqrt{\sum s^2}` in [0, 1] (T3).
+
+    At rank 1, 2, ..., up to `MOST`; NaN beyond the number of heads, and if the operator vanishes.
+    """
+    values = walk.schmidt_values()[:MOST].cpu().numpy()
+    size = np.linalg.norm(values)
+    spectrum = np.full(MOST, np.nan)
+    spectrum[: len(values)] = values / size if size > 0 else np.nan
+    return spectrum

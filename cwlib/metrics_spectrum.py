@@ -15,7 +15,8 @@ from cwlib.spectra import SpectralDensity, additive, walk_operator
 from cwlib.spectra import spectral_density as quadrature
 from cwlib.walk import ConnectionWalk
 
-PROBES, STEPS = 4, 30  #: of the stochastic Lanczos quadrature
+STEPS = 30  #: of the stochastic Lanczos quadrature
+ENTRIES = 400_000  #: of all its random probes together: the error of a probe falls as the operator grows
 WIDTH = 0.1  #: standard deviation of the smoothing kernel, in units of the eigenvalue
 GRID = np.round(np.linspace(-1, 3, 41), 2)  #: where the density is reported
 
@@ -25,7 +26,8 @@ _KNOWN: "WeakKeyDictionary[ConnectionWalk, tuple[float, SpectralDensity]]" = Wea
 def _spectrum(walk: ConnectionWalk) -> tuple[float, SpectralDensity]:
     """The scale of the transports and the spectral measure of 1/2 (P + P*), remembered while the walk lives."""
     if walk not in _KNOWN:
-        _KNOWN[walk] = scale(walk), quadrature(additive(walk_operator(walk)), PROBES, STEPS)
+        probes = min(max(round(ENTRIES / (walk.n_src * walk.d_model)), 2), 4)
+        _KNOWN[walk] = scale(walk), quadrature(additive(walk_operator(walk)), probes, STEPS)
     return _KNOWN[walk]
 
 
@@ -41,7 +43,7 @@ def _smoothed(walk: ConnectionWalk) -> tuple[np.ndarray, np.ndarray]:
 def spectral_density(walk: ConnectionWalk) -> np.ndarray:
     r"""Density of the eigenvalues of :math:`I - \frac1{2s}(P + P^*)` at ``at``, smoothed with a Gaussian of width 0.1.
 
-    By stochastic Lanczos quadrature; 4 probes, 30 steps.
+    By stochastic Lanczos quadrature; 2 to 4 probes, 30 steps.
     """
     return _smoothed(walk)[0]
 

@@ -10,6 +10,7 @@ from cwlib.cores import HeadTransports
 from cwlib.synthetic import generator
 from cwlib.walk import ConnectionWalk
 
+RELATIVE_RANKS = np.round(np.linspace(0, 1, 21), 2)  #: where the singular spectrum is reported
 TRIANGLES = 256  #: triangles sampled per layer for the holonomy defect
 
 
@@ -17,6 +18,21 @@ def head_isometry(transports: HeadTransports) -> Float[Tensor, " head"]:
     r"""Isometry of each head on its d_head-dimensional support, :math:`(\sum s^2)^2/(r\sum s^4)` in (0, 1] (T7)."""
     squares = transports.singular_values() ** 2
     return squares.sum(1) ** 2 / (squares.shape[1] * (squares**2).sum(1))
+
+
+def singular_spectrum(transports: HeadTransports) -> Float[np.ndarray, " rank"]:
+    """Singular values over their root mean square, by relative rank (0: largest, 1: smallest); mean over heads.
+
+    A scaled partial isometry has 1 everywhere; a Gaussian map of the same shape has a spread that depends on
+    d_head / d_model only. NaN if all heads vanish.
+    """
+    values = transports.singular_values()
+    size = (values**2).mean(1, keepdim=True).sqrt()
+    relative = (values / size)[size[:, 0] > 0].cpu().numpy()
+    if not len(relative):
+        return np.full(len(RELATIVE_RANKS), np.nan)
+    ranks = np.linspace(0, 1, relative.shape[1]) if relative.shape[1] > 1 else np.zeros(1)
+    return np.mean([np.interp(RELATIVE_RANKS, ranks, head) for head in relative], axis=0)
 
 
 def sum_isometry(transports: HeadTransports) -> float:

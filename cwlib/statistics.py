@@ -5,24 +5,96 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 from scipy.stats import bootstrap, rankdata
+from scipy.stats import t as student_t
 
 WEIGHTS = "-"  #: in the passage column: the value depends on weights only
 RESAMPLES = 1000
 CONFIDENCE = 0.95
+FEW = 8  #: passages below which intervals are Student's instead of bootstrapped
 
 
-def early_and_late(rows: pd.DataFrame) -> tuple[float, float]:
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over passages with its interval.
+
+    Attributes
+    ----------
+    mean : float
+        Over passages.
+    low, high : float
+        95% interval: percentile bootstrap over passages, or Student's t below `FEW` passages. Equal to ``mean`` when
+        the quantity depends on weights only; NaN when there is a single passage.
+    effect : float
+        Standardised size: the mean over its standard deviation between passages (Cohen's d of paired differences);
+        NaN when the quantity depends on weights only.
+    """
+
+    mean: float
+    low: float
+    high: float
+    effect: float
+
+    def times(self, direction: int) -> "Estimate":
+        """Itself, or its mirror image for direction -1."""
+        if direction > 0:
+            return self
+        return Estimate(-self.mean, -self.high, -self.low, -self.effect)
+
+    def moved(self, by: float) -> "Estimate":
+        """Mean and interval moved."""
+        return Estimate(self.mean + by, self.low + by, self.high + by, self.effect)
+
+
+def estimate(values: pd.Series, seed: int = 0) -> Estimate:
+    """The mean of one number per passage, with its interval.
+
+    Parameters
+    ----------
+    values : pandas.Series
+        Indexed by passage; the index `WEIGHTS` alone marks a quantity that depends on weights only.
+    seed : int
+        Of the bootstrap.
+    """
+    mean = float(values.mean()) if len(values) else np.nan
+    if len(values) < 2:
+        edge = mean if list(values.index) == [WEIGHTS] else np.nan
+        return Estimate(mean, edge, edge, np.nan)
+    spread = float(values.std(ddof=1))
+    effect = mean / spread if spread > 0 else np.nan
+    if spread == 0:
+        return Estimate(mean, mean, mean, effect)
+    if len(values) < FEW:
+        # resampled means of few values stay within their range, and so well within the interval meant
+        margin = spread / len(values) ** 0.5 * float(student_t.ppf((1 + CONFIDENCE) / 2, len(values) - 1))
+        return Estimate(mean, mean - margin, mean + margin, effect)
+    interval = bootstrap(
+        (values.to_numpy(),),
+        np.mean,
+        n_resamples=RESAMPLES,
+        confidence_level=CONFIDENCE,
+        method="percentile",
+        rng=np.random.default_rng(seed),
+    ).confidence_interval
+    return Estimate(mean, float(interval.low), float(interval.high), effect)
+
+
+def thirds(rows: pd.DataFrame) -> pd.DataFrame:
     """Means over the first and the last third of the layers that a quantity has (at least one layer each).
 
     Parameters
     ----------
     rows : pandas.DataFrame
-        Rows of a study for one checkpoint, source, metric and gauge: columns layer, value.
+        Rows of a study for one checkpoint, source, metric and gauge: columns passage, layer, value.
+
+    Returns
+    -------
+    pandas.DataFrame
+        Indexed by passage: columns early, late, and change, which is late minus early.
     """
-    layers = sorted(rows["layer"].unique())
-    third = max(1, len(layers) // 3)
-    early, late = (float(rows[rows["layer"].isin(part)]["value"].mean()) for part in (layers[:third], layers[-third:]))
-    return early, late
+    wide = rows.pivot_table(index="passage", columns="layer", values="value", aggfunc="mean")
+    third = max(1, wide.shape[1] // 3)
+    early, late = wide.iloc[:, :third].mean(axis=1), wide.iloc[:, -third:].mean(axis=1)
+    return pd.DataFrame({"early": early, "late": late, "change": late - early})
 
 
 def thirds_table(table: pd.DataFrame, metric: str, gauge: str = "") -> pd.DataFrame:
@@ -43,7 +115,7 @@ def thirds_table(table: pd.DataFrame, metric: str, gauge: str = "") -> pd.DataFr
     rows = table[(table["metric"] == metric) & (table["gauge"] == gauge)]
     lines: dict[str, dict[tuple[str, str], float]] = {}
     for (checkpoint, source), group in rows.groupby(["checkpoint", "source"]):
-        early, late = early_and_late(group)
+        early, late = thirds(group)[["early", "late"]].mean()
         line = lines.setdefault(checkpoint, {})
         if source == "trained":
             line |= {(metric, "early"): early, (metric, "late"): late}

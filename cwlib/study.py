@@ -17,19 +17,16 @@ from uuid import uuid4
 import pandas as pd
 from tqdm import tqdm
 
-from cwlib.catalogue import cache_dir
+from cwlib.catalogue import CATALOGUE, cache_dir
 from cwlib.cells import IDENTITY, ROW, WEIGHTS, Cell, plan
 from cwlib.corpus import Passage, passages
 from cwlib.metrics import METRICS
 from cwlib.workers import executors, results
 
 PROFILES = {
-    # name -> checkpoints measured in full, checkpoints of which only T2 is checked
-    "smoke": (("tiny-bert", "tiny-llama"), ("tiny-gpt2",)),
-    "wheels": (
-        ("minilm-l6", "mpnet-base", "smollm2-135m", "gemma3-270m"),
-        ("qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b"),
-    ),
+    # name -> checkpoints, and those of them that are measured once more after rounding
+    "smoke": (("tiny-bert", "tiny-llama"), ("tiny-bert",)),
+    "wheels": (tuple(CATALOGUE), tuple(name for name, item in CATALOGUE.items() if item.precision == "float32")),
 }
 
 
@@ -118,9 +115,9 @@ def run(
         A profile, or checkpoints of your own: catalogue names, folders, .gguf files or hub ids. ``smoke`` takes tiny
         random models, in seconds; ``wheels`` takes real checkpoints from the package index.
     folder : path, optional
-        Where ``study.csv`` (the rows), ``cells.csv`` (where each came from) and ``glossary.csv`` are kept. Rows found
-        there are reused when their cell's key is current; rows of checkpoints that are not asked for are left there. By
-        default rows are kept only in the cache.
+        Where ``study.csv`` (the rows), ``cells.csv`` (where each came from), ``glossary.csv`` and, for work,
+        ``study.parquet`` (both joined) are kept. Rows found there are reused when their cell's key is current; rows of
+        checkpoints that are not asked for are left there. By default rows are kept only in the cache.
     texts : sequence of Passage, optional
         The built-in corpus by default; `cwlib.corpus.read_passages` reads your own.
     fresh : bool
@@ -150,13 +147,13 @@ def run(
                 f"profile: expected one of {', '.join(PROFILES)} or a list of checkpoints, got {profile!r}; "
                 f"for one checkpoint write [{profile!r}]"
             )
-        full, exactness = PROFILES[profile]
+        names, control = PROFILES[profile]
     else:
         listed = [profile] if isinstance(profile, Path) else profile
         # a Path is a folder, never a name of the catalogue
-        full = tuple(dict.fromkeys(str(p.resolve()) if isinstance(p, Path) else p for p in listed))
-        exactness = ()
-        if not full:
+        names = tuple(dict.fromkeys(str(p.resolve()) if isinstance(p, Path) else p for p in listed))
+        control = ()
+        if not names:
             raise ValueError("profile: expected a profile or at least one checkpoint, got none")
     if texts is None:
         texts = passages()
@@ -168,7 +165,7 @@ def run(
         raise ValueError("texts: expected passages of different names, got one twice; rename it")
     folder = None if folder is None else Path(folder)
     work = cache_dir() / "study"
-    cells = plan(full, exactness, tuple(texts), device)
+    cells = plan(names, tuple(texts), control, device)
 
     earlier = _committed(folder)
     known = set() if earlier is None or fresh else set(earlier[1]["key"])
@@ -196,6 +193,7 @@ def run(
         _write(folder / "study.csv", lambda p: whole.to_csv(p, index=False, float_format="%.6g"))
         _write(folder / "cells.csv", lambda p: origin.to_csv(p, index=False))
         _write(folder / "glossary.csv", lambda p: glossary().to_csv(p, index=False))
+        _write(folder / "study.parquet", lambda p: whole.merge(origin, on=IDENTITY).to_parquet(p, index=False))
     return table
 
 
@@ -227,7 +225,9 @@ def load(folder: str | Path) -> pd.DataFrame:
     if found is None:
         raise ValueError(f"folder: expected study.csv and cells.csv in {folder}, found none; run cwlib.study.run first")
     table, cells = found
-    table["kind"] = table["checkpoint"].map(dict(zip(cells["checkpoint"], cells["kind"], strict=True)))
+    own = cells[cells["source"] == "trained"]  # and not a copy that was rounded
+    for fact in ("kind", "stored_as"):
+        table[fact] = table["checkpoint"].map(dict(zip(own["checkpoint"], own[fact], strict=True)))
     last = table.groupby("checkpoint")["layer"].transform("max")
     return table.assign(depth=table["layer"] / last.clip(lower=1))
 

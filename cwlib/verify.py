@@ -104,7 +104,8 @@ def verify(
         known = ", ".join(study.PROFILES)
         raise ValueError(f"folder, profile: expected a study and one of {known}, got {folder} and {profile!r}")
     table, origin = found
-    planned = plan(*study.PROFILES[profile], texts or passages(), device)
+    names, control = study.PROFILES[profile]
+    planned = plan(names, texts or passages(), control, device)
     whole = dict(zip(origin["key"], origin["whole"], strict=True))
     missing = [cell for cell in planned if not whole.get(cell.key, False)]
     chosen = {cell.key: cell for cell in (planned if full else missing)}

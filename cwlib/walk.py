@@ -45,9 +45,8 @@ class ConnectionWalk:
 
     Notes
     -----
-    Tensors are kept as given and must not change afterwards (cores are computed once): build a new walk instead. Every
-    computation is in float64. The walk is affine when ``constant`` is given:
-    `apply` includes it, ``walk @ field`` and `to_dense` are the linear part.
+    Tensors are kept as given and must not change afterwards (cores are computed once). Every computation is in float64.
+    The walk is affine with a ``constant``: `apply` includes it, ``walk @ field`` and `to_dense` are the linear part.
     """
 
     attention: Attention
@@ -230,15 +229,18 @@ class ConnectionWalk:
 
     def norm(self) -> float:
         r"""Frobenius norm :math:`|K|_F`, from H x H Gram matrices (T9)."""
+        return self._norm
+
+    @cached_property
+    def _norm(self) -> float:
         return max(self.inner(), 0.0) ** 0.5
 
     def schmidt_values(self) -> Float[Tensor, " head"]:
         r"""Operator Schmidt values of K, descending (T3).
 
         The singular values of the realigned :math:`n^2 \times d^2` matrix with rows vec(K_ij); they are the square
-        roots of the eigenvalues of :math:`G_A G_T`, computed here as singular values of the product of a QR
-        factor of the attention family and the symmetric square root of :math:`G_T`. Values below
-        about 1e-8 of the largest are rounding.
+        roots of the eigenvalues of :math:`G_A G_T`, computed as singular values of the product of a QR factor of the
+        attention family and the symmetric square root of :math:`G_T`. Below about 1e-8 of the largest is rounding.
 
         Returns
         -------

@@ -2,8 +2,9 @@
 
 import gc
 import multiprocessing
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
@@ -11,9 +12,11 @@ import pandas as pd
 import torch
 
 from cwlib.architectures import AttentionLayer, attention_layers
+from cwlib.catalogue import CATALOGUE
 from cwlib.cells import Cell, evaluate, open_weights, provenance
-from cwlib.checkpoints import Checkpoint, initialise
+from cwlib.checkpoints import Checkpoint
 from cwlib.cores import HeadTransports
+from cwlib.quantise import SCHEMES
 
 Result = tuple[Cell, pd.DataFrame, dict[str, object]]
 
@@ -32,7 +35,8 @@ _OPENED: dict[tuple, _Opened] = {}  # of this process: the last set of weights
 
 def weights_of(cell: Cell) -> tuple[str, str, int]:
     """Which weights must be in memory; the nulls that change a layer run on the trained model."""
-    return (cell.checkpoint, "init", cell.seed) if cell.source == "init" else (cell.checkpoint, "trained", 0)
+    own = cell.source == "init" or cell.source in SCHEMES
+    return (cell.checkpoint, cell.source, cell.seed) if own else (cell.checkpoint, "trained", 0)
 
 
 def _opened(cell: Cell, device: str) -> _Opened:
@@ -41,9 +45,7 @@ def _opened(cell: Cell, device: str) -> _Opened:
     if key not in _OPENED:
         _OPENED.clear()  # before the next is read: two large models need not fit
         gc.collect()
-        checkpoint = open_weights(cell.checkpoint, device, cell.dtype)
-        if cell.source == "init":
-            checkpoint = initialise(checkpoint, cell.seed, device=device)
+        checkpoint = open_weights(*weights_of(cell), device, cell.dtype)
         _OPENED[key] = _Opened(checkpoint, attention_layers(checkpoint.model))
     return _OPENED[key]
 
@@ -126,22 +128,30 @@ def results(cells: Sequence[Cell], device: str, pools: Sequence[Executor]) -> It
         finally:
             _OPENED.clear()
         return
-    pool = _share_out(ordered, pools)
-    futures = [pool[cell.checkpoint].submit(work, cell, device) for cell in ordered]
+    queue = deque(_shares(ordered) if len(pools) > 1 else [ordered])
+    pending: dict[Future, Executor] = {}
+
+    def feed(pool: Executor) -> None:
+        pending.update({pool.submit(work, cell, device): pool for cell in (queue.popleft() if queue else ())})
+
+    for pool in pools:
+        feed(pool)
     try:
-        for future in as_completed(futures):
-            yield future.result()
+        while pending:
+            for future in wait(pending, return_when=FIRST_COMPLETED).done:
+                pool = pending.pop(future)
+                if pool not in pending.values():
+                    feed(pool)
+                yield future.result()
     finally:
-        for future in futures:
+        for future in pending:
             future.cancel()
 
 
-def _share_out(cells: Iterable[Cell], pools: Sequence[Executor]) -> dict[str, Executor]:
-    """An executor for each checkpoint: the one with most cells first, always to the one that has least to do."""
-    counts = pd.Series([cell.checkpoint for cell in cells]).value_counts()
-    load, share = [0] * len(pools), {}
-    for checkpoint, count in counts.items():
-        least = load.index(min(load))
-        share[checkpoint] = pools[least]
-        load[least] += count
-    return share
+def _shares(cells: Sequence[Cell]) -> list[list[Cell]]:
+    """Cells by checkpoint, so that no two processes hold the same weights; the costliest first, for an even end."""
+    shares: dict[str, list[Cell]] = {}
+    for cell in cells:
+        shares.setdefault(cell.checkpoint, []).append(cell)
+    size = {name: CATALOGUE[name].parameters if name in CATALOGUE else 1 for name in shares}
+    return sorted(shares.values(), key=lambda share: -len(share) * size[share[0].checkpoint])
