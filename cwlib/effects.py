@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+import numpy as np
 import pandas as pd
 
 from cwlib.quantise import SCHEMES
@@ -11,14 +12,16 @@ QUANTITY = ["checkpoint", "metric", "gauge"]
 CASE = ["source", "seed"]
 
 
-def _quantities(table: pd.DataFrame) -> Iterator[tuple[list[str], pd.DataFrame, dict[tuple[str, int], pd.DataFrame]]]:
-    """Each metric that is a number, on each checkpoint: name, trained rows, and rows by any other source and seed."""
-    numbers = table[(table["at"] == "") & (table["metric"] != "t2_residual")]
-    for quantity, rows in numbers.groupby(QUANTITY):
-        cases = dict(iter(rows.groupby(CASE)))
-        trained = cases.pop(("trained", 0), None)
-        if trained is not None:
-            yield list(quantity), trained, cases
+def _numbers(table: pd.DataFrame) -> pd.DataFrame:
+    return table[(table["at"] == "") & (table["metric"] != "t2_residual")]
+
+
+def _by_quantity(parts: pd.DataFrame) -> Iterator[tuple[tuple, dict[tuple[str, int], pd.DataFrame]]]:
+    """Thirds of layers of each metric on each checkpoint, by source and seed."""
+    for quantity, mine in parts.groupby(level=QUANTITY):
+        cases = {case: rows.droplevel(CASE) for case, rows in mine.droplevel(QUANTITY).groupby(level=CASE)}
+        if ("trained", 0) in cases:
+            yield quantity, cases
 
 
 def effects_table(table: pd.DataFrame) -> pd.DataFrame:
@@ -38,12 +41,11 @@ def effects_table(table: pd.DataFrame) -> pd.DataFrame:
         `cwlib.statistics.Estimate`.
     """
     lines = []
-    for quantity, trained, cases in _quantities(table):
-        own = thirds(trained)
-        for (null, seed), rows in cases.items():
+    for quantity, cases in _by_quantity(thirds(_numbers(table), [*QUANTITY, *CASE])):
+        own = cases.pop(("trained", 0))
+        for (null, seed), other in cases.items():
             if null in SCHEMES:
                 continue
-            other = thirds(rows)
             shared = own.loc[own.index.isin(other.index)]
             line = dict(zip(QUANTITY, quantity, strict=True)) | {"null": null, "seed": seed}
             for part in ("late", "change"):
@@ -70,20 +72,30 @@ def rounding_table(table: pd.DataFrame) -> pd.DataFrame:
         passages of the last third of layers, and of the change since the first third; null_distance: mean absolute
         difference from the Gaussian maps, or random initialisation where they change nothing, as a yardstick.
     """
+    numbers = _numbers(table)
+    numbers = numbers[numbers["checkpoint"].isin(numbers[numbers["source"].isin(SCHEMES)]["checkpoint"])]
+    place = [*QUANTITY, "passage", "layer"]
+    by_source = {case: rows.set_index(place)["value"] for case, rows in numbers.groupby(CASE)}
+    if not by_source:
+        return pd.DataFrame()
+
+    def distance(case: tuple[str, int]) -> pd.Series:
+        """Mean absolute difference from the trained values, by quantity."""
+        gaps = (by_source[case] - by_source["trained", 0]).abs() if case in by_source else pd.Series(dtype=float)
+        return gaps.dropna().groupby(level=QUANTITY).mean() if len(gaps) else gaps
+
+    gaussian, init = distance(("gaussian", 0)), distance(("init", 0))
+    size = by_source["trained", 0].abs().groupby(level=QUANTITY).mean()
+    shifts = {scheme: distance((scheme, 0)) for scheme in SCHEMES}
     lines = []
-    place = ["passage", "layer"]
-    for quantity, trained, cases in _quantities(table):
+    for quantity, cases in _by_quantity(thirds(numbers, [*QUANTITY, *CASE])):
         for scheme in SCHEMES:
-            if (scheme, 0) not in cases:
-                continue
-            rounded = cases[scheme, 0]
-            moved = (rounded.set_index(place)["value"] - trained.set_index(place)["value"]).abs()
-            parts = (thirds(rounded) - thirds(trained)).mean()
-            null = cases.get(("gaussian", 0), cases.get(("init", 0)))
-            away = (null.set_index(place)["value"] - trained.set_index(place)["value"]).abs().mean()
-            lines.append(
-                dict(zip(QUANTITY, quantity, strict=True))
-                | {"scheme": scheme, "size": trained["value"].abs().mean(), "shift": moved.mean()}
-                | {"late_shift": parts["late"], "change_shift": parts["change"], "null_distance": away}
-            )
+            if (scheme, 0) in cases:
+                moved = (cases[scheme, 0] - cases["trained", 0]).mean()
+                lines.append(
+                    dict(zip(QUANTITY, quantity, strict=True))
+                    | {"scheme": scheme, "size": size[quantity], "shift": shifts[scheme][quantity]}
+                    | {"late_shift": moved["late"], "change_shift": moved["change"]}
+                    | {"null_distance": gaussian.get(quantity, init.get(quantity, np.nan))}
+                )
     return pd.DataFrame(lines)

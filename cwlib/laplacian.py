@@ -27,40 +27,11 @@ from cwlib.measures import (
     stochasticity_defect,
     token_flow,
 )
+from cwlib.measures import whitening_metric as whitening_metric
 from cwlib.validation import require_finite
 from cwlib.walk import ConnectionWalk
 
 AnyWalk = ConnectionWalk | EdgeWalk
-Map = Float[Tensor, "d_model d_model"]
-
-
-def whitening_metric(field: Field, ridge: float = 1e-3) -> Map:
-    r"""The metric in which a field is white: :math:`G = (C + \epsilon\,\tfrac{tr C}{d} I)^{-1}`, C its covariance.
-
-    Parameters
-    ----------
-    field : Float[Tensor, "token d_model"]
-        Token vectors. With fewer tokens than dimensions C is singular, so that the ridge decides what the
-        directions without data count.
-    ridge : float
-        :math:`\epsilon > 0`, in units of the mean variance.
-
-    Raises
-    ------
-    ValueError
-        If the field is not finite or constant, or the ridge is not positive.
-    """
-    require_finite("field", field, 2, "token, d_model")
-    field = field.detach().to(torch.float64)
-    centred = field - field.mean(0)
-    covariance = centred.T @ centred / len(centred)
-    level = covariance.trace() / len(covariance)
-    # a mean rounds: what is left of a constant field is below 1e-15 of its size, squared
-    if not 0 < ridge < float("inf") or level <= 1e-28 * field.square().mean():
-        found = f"{ridge!r}, variance {level:.3g}"
-        raise ValueError(f"ridge, field: expected ridge > 0 and a field that varies, got {found}")
-    ridged = covariance + ridge * level * torch.eye(len(covariance)).to(covariance)
-    return torch.cholesky_inverse(torch.linalg.cholesky(ridged))  # symmetric, as inv is to rounding only
 
 
 def in_metric(walk: AnyWalk, metric: Float[Tensor, "*token d_model d_model"]) -> AnyWalk:

@@ -12,7 +12,7 @@ from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
-from cwlib._types import Walk
+from cwlib._types import Field, Walk
 from cwlib.validation import require_finite, require_gauge
 from cwlib.walk import ConnectionWalk
 
@@ -237,3 +237,32 @@ def reversibilised_spectrum(matrix: Walk, measure: Measure) -> Float[Tensor, " t
     symmetric = (flow + flow.T) / 2
     scale = symmetric.sum(1).rsqrt()
     return torch.linalg.eigvalsh(scale[:, None] * symmetric * scale[None, :])
+
+
+def whitening_metric(field: Field, ridge: float = 1e-3) -> Float[Tensor, "d_model d_model"]:
+    r"""The metric in which a field is white: :math:`G = (C + \epsilon\,\tfrac{tr C}{d} I)^{-1}`, C its covariance.
+
+    Parameters
+    ----------
+    field : Float[Tensor, "token d_model"]
+        Token vectors. With fewer tokens than dimensions C is singular, so that the ridge decides what the
+        directions without data count.
+    ridge : float
+        :math:`\epsilon > 0`, in units of the mean variance.
+
+    Raises
+    ------
+    ValueError
+        If the field is not finite or constant, or the ridge is not positive.
+    """
+    require_finite("field", field, 2, "token, d_model")
+    field = field.detach().to(torch.float64)
+    centred = field - field.mean(0)
+    covariance = centred.T @ centred / len(centred)
+    level = covariance.trace() / len(covariance)
+    # a mean rounds: what is left of a constant field is below 1e-15 of its size, squared
+    if not 0 < ridge < float("inf") or level <= 1e-28 * field.square().mean():
+        found = f"{ridge!r}, variance {level:.3g}"
+        raise ValueError(f"ridge, field: expected ridge > 0 and a field that varies, got {found}")
+    ridged = covariance + ridge * level * torch.eye(len(covariance)).to(covariance)
+    return torch.cholesky_inverse(torch.linalg.cholesky(ridged))  # symmetric, as inv is to rounding only

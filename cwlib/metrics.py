@@ -70,7 +70,7 @@ from cwlib.metrics_transport import (
 from cwlib.metrics_transport import sample_triangles as sample_triangles
 from cwlib.walk import ConnectionWalk
 
-RARELY = ("spectrum", "pairs")  #: what takes seconds a layer, and is measured only when asked for
+RARELY = ("spectrum", "pairs")  #: what takes seconds a layer
 
 
 def _operator_cosine(layer: Layer, _: Gauge) -> float:
@@ -164,8 +164,8 @@ def measure(
         previous layer are then left out by default, and refused by name; likewise, under cross-attention, those that
         need as many destinations as sources).
     metrics : iterable of str, optional
-        Names out of ``cwlib.METRICS``; by default all that apply but those that take seconds: of the
-        spectrum, and of all pairs of layers.
+        Names out of ``cwlib.METRICS``; by default all that apply, are numbers, and do not take seconds as those
+        of the spectrum do.
     gauge : {"mean", "norm"}
         Which token walk W the attention-graph metrics look at; other metrics do not depend on it.
 
@@ -202,7 +202,7 @@ def measure(
     left_out = (needs_model if bare else steps if dropped else set()) | (
         needs_square if walk.n_dst != walk.n_src else set()
     )
-    by_default = [m.name for m in METRICS.values() if m.about not in RARELY and m.name not in left_out]
+    by_default = [m.name for m in METRICS.values() if not (m.about in RARELY or m.at or m.name in left_out)]
     names = by_default if metrics is None else list(metrics)
     for name in names:
         if name not in METRICS:

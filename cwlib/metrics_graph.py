@@ -114,8 +114,8 @@ def schmidt_spectrum(walk: ConnectionWalk) -> Float[np.ndarray, " rank"]:
 
     At rank 1, 2, ..., up to `MOST`; NaN beyond the number of heads, and if the operator vanishes.
     """
-    values = walk.schmidt_values()[:MOST].cpu().numpy()
+    values = walk.schmidt_values().cpu().numpy()
     size = np.linalg.norm(values)
-    spectrum = np.full(MOST, np.nan)
+    spectrum = np.full(max(MOST, len(values)), np.nan)
     spectrum[: len(values)] = values / size if size > 0 else np.nan
-    return spectrum
+    return spectrum[:MOST]

@@ -4,6 +4,7 @@ Panels read the tables of `cwlib.study` and `cwlib.claims` and know nothing of m
 colour, nulls in grey; encoders and decoders differ in marker and line style as well.
 """
 
+import textwrap
 from collections.abc import Sequence
 
 import matplotlib.pyplot as plt
@@ -12,7 +13,7 @@ import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.collections import QuadMesh
-from matplotlib.colors import ListedColormap, LogNorm, PowerNorm
+from matplotlib.colors import LogNorm, Normalize, PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -43,18 +44,14 @@ LABELS = {
     "mass": "mass 1 - s",
     "dirichlet_energy": "Dirichlet\nenergy / size",
     "parallel_defect": "parallel\ndefect",
+    "singular_spectrum": "singular value\nover root mean square",
+    "schmidt_spectrum": "Schmidt value / |K|",
 }
 NULLS = {  # drawn in grey, told apart by line style
     "gaussian": {"label": "Gaussian O, V", "linestyle": ":", "color": style.NULL["color"]},
     "init": {"label": "random initialisation", "linestyle": "-", "linewidth": 0.8, "color": style.NULL["color"]},
     "shuffled": {"label": "heads shuffled", "linestyle": "-.", "linewidth": 0.8, "color": style.NULL["color"]},
     "sinkless": {"label": "token 0 removed", "linestyle": "--", "linewidth": 0.8, "color": "#666666"},
-}
-VERDICT_COLOURS = {  # fixed order, light enough for black text; the word is printed in every cell
-    "not testable here": "#E6E6E6",
-    "not supported": "#F4B183",
-    "mixed": "#FFE699",
-    "supported": "#9DC3E6",
 }
 
 
@@ -100,6 +97,28 @@ def plot_depth(ax: Axes, table: pd.DataFrame, checkpoint: str, metric: str, gaug
     return ax
 
 
+def columns(table: pd.DataFrame, metric: str) -> list[str]:
+    """Checkpoints that have a metric, in the order in which grids show them: encoders first.
+
+    Raises
+    ------
+    ValueError
+        If there is none.
+    """
+    have = table[table["metric"] == metric].drop_duplicates("checkpoint")
+    if have.empty:
+        raise ValueError(f"table: expected rows of {metric}, got none; read a study with cwlib.study.load")
+    return list(have.sort_values(["kind", "checkpoint"], ascending=[False, True])["checkpoint"])
+
+
+def _titles(row: Sequence[Axes], table: pd.DataFrame, checkpoints: Sequence[str]) -> None:
+    kinds = table.drop_duplicates("checkpoint").set_index("checkpoint")["kind"]
+    for ax, name in zip(row, checkpoints, strict=True):
+        # a column is as wide as a dozen letters
+        broken = "\n".join(textwrap.wrap(name, 13, break_long_words=False)) if len(checkpoints) > 4 else name
+        ax.set_title(f"{broken}\n({kinds[name]})", fontsize="small" if len(checkpoints) > 4 else None)
+
+
 def depth_grid(
     table: pd.DataFrame, metrics: Sequence[str], gauge: str = "", checkpoints: Sequence[str] | None = None
 ) -> Figure:
@@ -117,8 +136,7 @@ def depth_grid(
         Columns; by default every checkpoint that has the first metric, encoders first.
     """
     if checkpoints is None:
-        have = table[table["metric"] == metrics[0]].drop_duplicates("checkpoint").sort_values(["kind", "checkpoint"])
-        checkpoints = list(have.sort_values("kind", ascending=False, kind="stable")["checkpoint"])
+        checkpoints = columns(table, metrics[0])
     size = style.WIDTHS["text"], 0.6 + 1.2 * len(metrics)
     fig, axes = plt.subplots(len(metrics), len(checkpoints), figsize=size, sharex=True, sharey="row", squeeze=False)
     for row, metric in zip(axes, metrics, strict=True):
@@ -126,9 +144,7 @@ def depth_grid(
         for ax, checkpoint in zip(row, checkpoints, strict=True):
             plot_depth(ax, table, checkpoint, metric, (gauge or "mean") if has_gauge else "")
         row[0].set_ylabel(LABELS.get(metric, metric))
-    for ax, checkpoint in zip(axes[0], checkpoints, strict=True):
-        kind = table.loc[table["checkpoint"] == checkpoint, "kind"].iloc[0]
-        ax.set_title(f"{checkpoint}\n({kind})")
+    _titles(axes[0], table, checkpoints)
     fig.supxlabel("relative depth (0 = first layer, 1 = last)", fontsize="medium")
     _grey_legend(fig, axes)
     return fig
@@ -160,20 +176,85 @@ def plot_density(ax: Axes, table: pd.DataFrame, checkpoint: str, source: str) ->
 
 def density_grid(table: pd.DataFrame) -> Figure:
     """A grid of `plot_density`: trained weights above the Gaussian null, one column per checkpoint."""
-    have = table[table["metric"] == "spectral_density"].drop_duplicates("checkpoint")
-    if have.empty:
-        raise ValueError("table: expected spectral densities, got none; read a study with cwlib.study.load")
-    kinds = have.sort_values(["kind", "checkpoint"], ascending=[False, True]).set_index("checkpoint")["kind"]
+    names = columns(table, "spectral_density")
     size = style.WIDTHS["text"], 3.6
-    fig, axes = plt.subplots(2, len(kinds), figsize=size, sharex=True, sharey="col", squeeze=False)
+    fig, axes = plt.subplots(2, len(names), figsize=size, sharex=True, sharey="col", squeeze=False)
     for row, (source, name) in zip(axes, (("trained", "trained"), ("gaussian", "Gaussian O, V")), strict=True):
-        for ax, checkpoint in zip(row, kinds.index, strict=True):
+        for ax, checkpoint in zip(row, names, strict=True):
             mesh = plot_density(ax, table, checkpoint, source)
         row[0].set_ylabel(f"{name}\nlayer")
-    for ax, (checkpoint, kind) in zip(axes[0], kinds.items(), strict=True):
-        ax.set_title(f"{checkpoint}\n({kind})")
+    _titles(axes[0], table, names)
     fig.supxlabel("eigenvalue of the reversibilised generator, transports at scale 1", fontsize="medium")
     fig.colorbar(mesh, ax=axes, label="density of eigenvalues", fraction=0.03)
+    return fig
+
+
+def plot_spectrum(ax: Axes, table: pd.DataFrame, checkpoint: str, metric: str, null: str) -> Axes:
+    """Draw a metric that is a spectrum, a curve per layer coloured by depth; in grey the mean over layers of a null."""
+    rows = table[(table["checkpoint"] == checkpoint) & (table["metric"] == metric)]
+    rows = rows.assign(at=rows["at"].astype(float))
+    trained = rows[rows["source"] == "trained"].groupby(["depth", "at"])["value"].mean()
+    for depth in trained.index.unique("depth"):
+        curve = trained[depth]
+        ax.plot(curve.index, curve, color=plt.get_cmap("cividis")(0.95 * depth), linewidth=0.8, label="trained")
+    law = rows[rows["source"] == null].groupby("at")["value"].mean()
+    ax.plot(law.index, law, **(NULLS[null] | {"color": "#777777", "linewidth": 2.2, "linestyle": (0, (1, 0.8))}))
+    ax.set_yscale("log")
+    return ax
+
+
+def spectrum_grid(table: pd.DataFrame, metric: str, xlabel: str, null: str = "gaussian") -> Figure:
+    """A row of `plot_spectrum`, one panel per checkpoint, with a colour bar of depth."""
+    names = columns(table, metric)
+    size = style.WIDTHS["text"], 2.4
+    fig, axes = plt.subplots(1, len(names), figsize=size, sharey=True, squeeze=False)
+    for ax, checkpoint in zip(axes[0], names, strict=True):
+        plot_spectrum(ax, table, checkpoint, metric, null)
+    axes[0, 0].set_ylabel(LABELS.get(metric, metric))
+    _titles(axes[0], table, names)
+    fig.supxlabel(xlabel, fontsize="medium")
+    scale = plt.cm.ScalarMappable(Normalize(0, 1 / 0.95), "cividis")
+    bar = fig.colorbar(scale, ax=axes, label="relative depth", fraction=0.02, ticks=[0, 0.5, 1])
+    bar.ax.set_ylim(0, 1)
+    handle = axes[0, 0].get_legend_handles_labels()[0][-1]
+    fig.legend([handle], [f"{NULLS[null]['label']} (mean over layers)"], loc="outside upper center", frameon=False)
+    return fig
+
+
+def plot_pairs(ax: Axes, table: pd.DataFrame, checkpoint: str, source: str, limit: float) -> QuadMesh:
+    """Draw the operator cosine of every pair of layers of one checkpoint, from -``limit`` to ``limit``."""
+    rows = table[(table["metric"] == "layer_cosines") & (table["checkpoint"] == checkpoint)]
+    rows = rows[rows["source"] == source].assign(at=lambda r: r["at"].astype(float).astype(int))
+    matrix = np.full((rows["layer"].max() + 1,) * 2, np.nan)  # nothing on the diagonal, where it is one
+    for later, earlier in ((rows["layer"], rows["at"]), (rows["at"], rows["layer"])):
+        matrix[later, earlier] = rows["value"]
+    mesh = ax.pcolormesh(matrix, cmap="RdBu_r", vmin=-limit, vmax=limit, rasterized=True)
+    ax.set_aspect("equal")
+    ax.invert_yaxis()
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_locator(MaxNLocator(3, integer=True))
+    return mesh
+
+
+def pairs_grid(table: pd.DataFrame, limit: float = 0.3) -> Figure:
+    """A grid of `plot_pairs`: trained weights, Gaussian maps, and for decoders token 0 removed."""
+    names = columns(table, "layer_cosines")
+    rows = {"trained": "trained", "gaussian": "Gaussian O, V", "sinkless": "token 0 removed"}
+    have = set(table[table["metric"] == "layer_cosines"].groupby(["checkpoint", "source"]).groups)
+    rows = {source: label for source, label in rows.items() if any(s == source for _, s in have)}
+    size = style.WIDTHS["text"], 0.8 + 1.2 * len(rows)
+    fig, axes = plt.subplots(len(rows), len(names), figsize=size, squeeze=False)
+    for row, (source, label) in zip(axes, rows.items(), strict=True):
+        for ax, checkpoint in zip(row, names, strict=True):
+            if (checkpoint, source) in have:
+                mesh = plot_pairs(ax, table, checkpoint, source, limit)
+            else:
+                ax.set_axis_off()
+        first = next(ax for ax, name in zip(row, names, strict=True) if (name, source) in have)
+        first.set_ylabel(f"{label}\nlayer")
+    _titles(axes[0], table, names)
+    fig.supxlabel("layer", fontsize="medium")
+    fig.colorbar(mesh, ax=axes, label="operator cosine", fraction=0.03, extend="both")
     return fig
 
 
@@ -212,46 +293,4 @@ def plot_schmidt(ax: Axes, spectra: dict[str, np.ndarray], looks: dict[str, dict
     ax.set_ylabel("Schmidt value / |K|")
     ax.set_ylim(bottom=0)
     ax.legend()
-    return ax
-
-
-def plot_evidence(ax: Axes, evidence: pd.DataFrame) -> Axes:
-    """Draw the trends over depth of one claim with intervals, a line per metric and checkpoint, and the best null."""
-    ordered = evidence.sort_values(["metric", "kind", "checkpoint"], ascending=[True, False, True]).iloc[::-1]
-    labels = []
-    for y, line in enumerate(ordered.itertuples()):
-        look = style.checkpoint(line.checkpoint, line.kind)
-        ax.plot([line.low, line.high], [y, y], color=look["color"])
-        face = look["color"] if line.verdict == "supported" else "white"
-        ax.plot(line.rho, y, marker=look["marker"], color=look["color"], markerfacecolor=face)
-        ax.plot(line.null_rho, y, marker="|", markersize=7, color="#555555", linestyle="")
-        labels.append(f"{line.metric} ({line.expected})  {line.checkpoint}")
-    ax.axvline(0, color="black", linewidth=0.6)
-    ax.set_yticks(range(len(labels)), labels)
-    ax.set_xlim(-1.05, 1.05)
-    ax.set_xlabel("Spearman correlation with depth (bar: best random initialisation; filled: supported)")
-    return ax
-
-
-def plot_verdicts(ax: Axes, words: pd.DataFrame) -> Axes:
-    """Draw a table of verdicts, one word per cell: metrics or claims down, checkpoints and the overall one across."""
-    order = list(VERDICT_COLOURS)
-    codes = words.map(order.index)
-    sns.heatmap(
-        codes,
-        ax=ax,
-        annot=words,
-        fmt="",
-        cmap=ListedColormap(list(VERDICT_COLOURS.values())),
-        vmin=-0.5,
-        vmax=len(order) - 0.5,
-        cbar=False,
-        linewidths=1,
-        annot_kws={"color": "black", "fontsize": "small"},
-    )
-    ax.set_xlabel("")
-    ax.set_ylabel("")
-    ax.tick_params(length=0)
-    ax.set_xticks(ax.get_xticks(), list(words.columns), rotation=0)
-    ax.set_yticks(ax.get_yticks(), list(words.index), rotation=0)
     return ax

@@ -1,5 +1,6 @@
 """Trends over depth and their uncertainty over passages."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -78,23 +79,28 @@ def estimate(values: pd.Series, seed: int = 0) -> Estimate:
     return Estimate(mean, float(interval.low), float(interval.high), effect)
 
 
-def thirds(rows: pd.DataFrame) -> pd.DataFrame:
+def thirds(rows: pd.DataFrame, by: Sequence[str] = ()) -> pd.DataFrame:
     """Means over the first and the last third of the layers that a quantity has (at least one layer each).
 
     Parameters
     ----------
     rows : pandas.DataFrame
-        Rows of a study for one checkpoint, source, metric and gauge: columns passage, layer, value.
+        Rows of a study: columns passage, layer, value, and ``by``.
+    by : sequence of str
+        Columns that tell quantities apart; none if there is one.
 
     Returns
     -------
     pandas.DataFrame
-        Indexed by passage: columns early, late, and change, which is late minus early.
+        Indexed by ``by`` and passage: columns early, late, and change, which is late minus early.
     """
-    wide = rows.pivot_table(index="passage", columns="layer", values="value", aggfunc="mean")
-    third = max(1, wide.shape[1] // 3)
-    early, late = wide.iloc[:, :third].mean(axis=1), wide.iloc[:, -third:].mean(axis=1)
-    return pd.DataFrame({"early": early, "late": late, "change": late - early})
+    quantity = [rows[name] for name in by] or [pd.Series(0, rows.index)]
+    layers = rows["layer"].groupby(quantity)
+    rank, count = layers.rank("dense"), layers.transform("nunique")
+    third = (count // 3).clip(lower=1)
+    parts = {"early": rank <= third, "late": rank > count - third}
+    frame = pd.DataFrame({name: rows[part].groupby([*by, "passage"])["value"].mean() for name, part in parts.items()})
+    return frame.assign(change=frame["late"] - frame["early"])
 
 
 def thirds_table(table: pd.DataFrame, metric: str, gauge: str = "") -> pd.DataFrame:

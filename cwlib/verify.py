@@ -3,6 +3,7 @@
 import hashlib
 import random
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 
 import pandas as pd
@@ -10,15 +11,16 @@ from tqdm import tqdm
 
 from cwlib import study
 from cwlib.cells import IDENTITY, ROW, plan
-from cwlib.claims import evidence_table
 from cwlib.corpus import Passage, passages
 from cwlib.metrics import METRICS
 from cwlib.style import read_manifest
+from cwlib.verdicts import derived_tables
 from cwlib.workers import results
 
 RELATIVE = 2e-3  #: of the committed value; single precision on another processor moves most metrics by less than 1e-4
 ABSOLUTE = 2e-5  #: of the metric's largest value in the table, for values near zero
 SPECTRUM = 5e-3  #: likewise, for densities, whose Lanczos nodes amplify rounding
+DERIVED = 2e-6  #: of derived tables, which follow from the committed rows; as they are rounded
 T2_BOUND = 2e-5  #: residuals are rounding, which no two processors share: they agree if both are below it
 
 
@@ -33,7 +35,7 @@ class Verification:
     damaged : pandas.DataFrame
         Cells whose committed rows are not those that were written, or not of this version of the metrics.
     parts : pandas.DataFrame
-        One line per claim, and one for the figures: ``verdict`` is reproduced or differs.
+        One line per claim, derived table and figure, and one for the numbers: ``verdict`` is reproduced or differs.
     cells : int
         Number of cells in the study.
     """
@@ -80,7 +82,7 @@ def verify(
     Parameters
     ----------
     folder : path
-        Holds study.csv and cells.csv; evidence.csv, and the figures in the folder above, are compared if they exist.
+        Holds study.csv and cells.csv; derived tables, and the figures in the folder above, are compared if they exist.
     profile : str
         Of `cwlib.study.PROFILES`.
     full : bool
@@ -139,25 +141,34 @@ def _agree(rows: pd.DataFrame, table: pd.DataFrame, damaged: pd.DataFrame) -> pd
 
 
 def _parts(folder: Path, rows: pd.DataFrame) -> pd.DataFrame:
-    """Claims: the evidence follows from the table, and its metrics were reproduced. Figures: those of the manifest."""
+    """Claims and tables: they follow from the rows, which were reproduced. Figures: those of the manifest."""
     lines = []
-    if (folder / "evidence.csv").exists():
-        written = pd.read_csv(folder / "evidence.csv")
-        again = evidence_table(study.load(folder)).round(6)
-        for claim, evidence in written.groupby("claim"):
-            numbers = evidence.select_dtypes("number").columns
-            mine = again[again["claim"] == claim].reset_index(drop=True)
-            evidence = evidence.reset_index(drop=True)
-            same = len(mine) == len(evidence) and (mine["verdict"] == evidence["verdict"]).all()
-            same = same and bool(((mine[numbers] - evidence[numbers]).abs().fillna(0) <= 2e-6).all(axis=None))
-            measured = rows[rows["metric"].isin(evidence["metric"])]["agrees"].all()
-            lines.append((claim, "reproduced" if same and measured else "differs"))
+    written = {path.stem: path for path in folder.glob("*.csv")}
+    tables = {name: frame for name, frame in derived_tables(folder).items() if name in written}
+    for name, frame in tables.items():
+        again = pd.read_csv(StringIO(frame.to_csv(index=False)))  # as it would be written
+        committed = pd.read_csv(written[name])
+        if name == "evidence":
+            for claim, evidence in committed.groupby("claim"):
+                measured = rows[rows["metric"].isin(evidence["metric"])]["agrees"].all()
+                lines.append((claim, measured and _same(evidence, again[again["claim"] == claim])))
+        else:
+            lines.append((f"{name}.csv", _same(committed, again)))
     figures = folder.parent
     for name, entry in read_manifest(figures).items():
-        same = all(_sha256(figures / file) == sha for file, sha in entry["sha256"].items())
-        lines.append((name, "reproduced" if same else "differs"))
-    lines.append(("numbers", "reproduced" if rows["agrees"].all() else "differs"))
-    return pd.DataFrame(lines, columns=["claim or figure", "verdict"])
+        lines.append((name, all(_sha256(figures / file) == sha for file, sha in entry["sha256"].items())))
+    lines.append(("numbers", rows["agrees"].all()))
+    verdicts = [(name, "reproduced" if same else "differs") for name, same in lines]
+    return pd.DataFrame(verdicts, columns=["claim, table or figure", "verdict"])
+
+
+def _same(committed: pd.DataFrame, again: pd.DataFrame) -> bool:
+    try:
+        options = {"check_dtype": False, "rtol": DERIVED, "atol": DERIVED}
+        pd.testing.assert_frame_equal(committed.reset_index(drop=True), again.reset_index(drop=True), **options)
+    except AssertionError:
+        return False
+    return True
 
 
 def _sha256(path: Path) -> str | None:

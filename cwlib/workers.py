@@ -1,12 +1,16 @@
 """Where the cells of a study are computed: in this process, in several on this machine, or on a Dask cluster."""
 
+import ctypes
 import gc
 import multiprocessing
+import os
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from multiprocessing.connection import wait as wait_for
+from threading import Thread
 
 import pandas as pd
 import torch
@@ -44,10 +48,17 @@ def _opened(cell: Cell, device: str) -> _Opened:
     key = (*weights_of(cell), cell.sha256, cell.setup, cell.dtype, device)
     if key not in _OPENED:
         _OPENED.clear()  # before the next is read: two large models need not fit
-        gc.collect()
+        _release_memory()
         checkpoint = open_weights(*weights_of(cell), device, cell.dtype)
         _OPENED[key] = _Opened(checkpoint, attention_layers(checkpoint.model))
     return _OPENED[key]
+
+
+def _release_memory() -> None:
+    """Give back to the system what is free; glibc would keep it, gigabytes after a large model."""
+    gc.collect()
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def work(cell: Cell, device: str) -> Result:
@@ -67,7 +78,16 @@ def work(cell: Cell, device: str) -> Result:
     except ValueError as error:
         where = "" if cell.passage is None else f", passage {cell.passage_name}"
         raise ValueError(f"checkpoint {cell.checkpoint}{where}: {error}") from error
+    finally:
+        _release_memory()
     return cell, rows, provenance(cell, opened.checkpoint)
+
+
+def _start(threads: int) -> None:
+    """Begin a worker process: as many threads as its parent, and no life after it, however that ends."""
+    torch.set_num_threads(threads)
+    parent = multiprocessing.parent_process()
+    Thread(target=lambda: (wait_for([parent.sentinel]), os._exit(1)), daemon=True).start()
 
 
 @contextmanager
@@ -95,7 +115,7 @@ def executors(workers: int, scheduler: str | None) -> Iterator[list[Executor]]:
             yield []
         else:
             context, threads = multiprocessing.get_context("spawn"), torch.get_num_threads()
-            pools = [ProcessPoolExecutor(1, context, torch.set_num_threads, (threads,)) for _ in range(workers)]
+            pools = [ProcessPoolExecutor(1, context, _start, (threads,)) for _ in range(workers)]
             for pool in pools:
                 stack.callback(pool.shutdown, wait=True, cancel_futures=True)
             yield pools
@@ -138,7 +158,9 @@ def results(cells: Sequence[Cell], device: str, pools: Sequence[Executor]) -> It
         feed(pool)
     try:
         while pending:
-            for future in wait(pending, return_when=FIRST_COMPLETED).done:
+            done = wait(pending, return_when=FIRST_COMPLETED).done
+            # a failure last, so that what was done beside it is kept
+            for future in sorted(done, key=lambda future: future.exception() is not None):
                 pool = pending.pop(future)
                 if pool not in pending.values():
                     feed(pool)

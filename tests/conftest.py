@@ -48,3 +48,9 @@ def clean_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
     after = snapshot(ROOT)
     touched = sorted(file for file in after if after[file] != before.get(file))
     assert not touched, f"the test left or changed files in the repository: {touched}"
+
+
+@pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Switch off the type checks, which users do not have: they take most of the time, and refuse some inputs first."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)

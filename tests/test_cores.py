@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-import jaxtyping
 import numpy as np
 import oracles
 import pytest
@@ -125,6 +124,59 @@ def test_forms_give_the_norms_of_mixtures(seed: int) -> None:
     agree(fourth, ((mixture.T @ mixture) ** 2).sum())
 
 
+# --- grouped queries -------------------------------------------------------------------------------------------------
+
+grouped = pytest.mark.parametrize(("kv_heads", "groups"), [(kv, groups) for kv in (1, 2) for groups in (1, 2, 3)])
+
+
+def draw(seed: int, kv_heads: int, groups: int, d_head: int = 3) -> tuple[HeadTransports, np.ndarray]:
+    """Transports on R^7, factored and as dense matrices."""
+    rng = np.random.default_rng([seed, kv_heads, groups, d_head])
+    value, output = rng.normal(size=(kv_heads, d_head, 7)), rng.normal(size=(kv_heads * groups, 7, d_head))
+    maps = np.stack([o @ value[h // groups] for h, o in enumerate(output)])
+    return HeadTransports(torch.from_numpy(value), torch.from_numpy(output), groups), maps
+
+
+@grouped
+@pytest.mark.parametrize("seed", SEEDS)
+def test_forms_of_grouped_queries_are_those_of_the_dense_maps(kv_heads: int, groups: int, seed: int) -> None:
+    cores, maps = draw(seed, kv_heads, groups)
+    agree(cores.gram(), np.einsum("hab,kab->hk", maps, maps))
+    pairs = np.einsum("kab,hac->khbc", maps, maps)  # T_k^T T_h
+    agree(cores.quartic, np.einsum("khbc,lmcb->khlm", pairs, pairs))
+    paths = np.einsum("hab,lbc->hlac", maps, maps)  # T_h T_l
+    cubic, quartic = cores.triangle_forms
+    agree(cubic, np.einsum("hlac,mac->hlm", paths, maps))
+    agree(quartic, np.einsum("hlac,gmac->hglm", paths, paths))
+
+
+@grouped
+@pytest.mark.parametrize(("other_kv_heads", "other_groups"), [(1, 4), (2, 1), (3, 2)])
+def test_gram_of_grouped_layers_whose_value_heads_differ(
+    kv_heads: int, groups: int, other_kv_heads: int, other_groups: int
+) -> None:
+    for seed in SEEDS:
+        cores, maps = draw(seed, kv_heads, groups)
+        other, others = draw(seed + 10, other_kv_heads, other_groups, d_head=2)
+        expected = np.einsum("hab,kab->hk", maps, others)
+        agree(cores.gram(other), expected)
+        agree(other.gram(cores), expected.T)
+
+
+def test_gram_remembers_each_other_layer_for_itself() -> None:
+    cores, maps = draw(0, 2, 2)
+    layers = [draw(seed, 2, 2) for seed in (1, 2)]
+    first = [cores.gram(other) for other, _ in layers]
+    for _ in range(2):
+        for (other, others), before in zip(layers, first, strict=True):
+            agree(cores.gram(other), np.einsum("hab,kab->hk", maps, others))
+            assert cores.gram(other) is before, "kept: it depends on weights only, and is asked for on every text"
+    for seed in range(20):  # layers that are gone are not taken for those that come to lie at their address
+        other, others = draw(seed, 2, 2)
+        agree(cores.gram(other), np.einsum("hab,kab->hk", maps, others))
+        del other
+
+
 # --- symmetries ------------------------------------------------------------------------------------------------------
 
 
@@ -206,12 +258,6 @@ def test_parameters_that_require_gradients_are_read_as_numbers() -> None:
 
 
 # --- wrong inputs ----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Switch off the run-time type checks of conftest, which users do not have and which refuse some inputs first."""
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 V, O = torch.ones(2, 3, 8), torch.ones(4, 8, 3)  # noqa: E741

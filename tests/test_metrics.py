@@ -14,6 +14,8 @@ from oracles import Layer, agree
 from torch import Tensor
 
 from cwlib import laplacian, metrics
+from cwlib.capture import layers
+from cwlib.checkpoints import tiny_checkpoint
 from cwlib.cores import HeadTransports
 from cwlib.measures import stochastic_walk, uniform_measure
 from cwlib.metrics import METRICS, measure
@@ -380,21 +382,25 @@ def test_norms_and_angles() -> None:
 # --- symmetries ------------------------------------------------------------------------------------------------------
 
 
-def everything(walk: ConnectionWalk, field: np.ndarray) -> dict[str, float]:
+def everything(walk: ConnectionWalk, field: np.ndarray) -> dict[str, float | np.ndarray]:
     """All quantities of a bare walk, and those of a field."""
     field = torch.from_numpy(field)
-    return measure(walk) | {
-        "norm_cv": metrics.norm_cv(walk.transports, field),
-        "angle_correlation": metrics.angle_correlation(walk.transports, field),
-    }
+    return (
+        measure(walk)
+        | measure(walk, ["schmidt_spectrum", "singular_spectrum"])
+        | {
+            "norm_cv": metrics.norm_cv(walk.transports, field),
+            "angle_correlation": metrics.angle_correlation(walk.transports, field),
+        }
+    )
 
 
-def assert_same(left: dict[str, float], right: dict[str, float], sign: float = 1) -> None:
+def assert_same(left: dict, right: dict, sign: float = 1) -> None:
     assert left.keys() == right.keys()
     for name in left:
         factor = sign if name == "identity_alignment" else 1
-        # the square root in an error or a defect doubles the rounding's exponent
-        tolerance = 1e-7 if name == "single_walk_error" or name.endswith("_defect") else 1e-9
+        # the square root in an error, a defect or a singular value doubles the rounding's exponent
+        tolerance = 1e-7 if name == "single_walk_error" or name.endswith(("_defect", "_spectrum")) else 1e-9
         agree(left[name], factor * right[name], rtol=1e-9, atol=tolerance)
 
 
@@ -486,9 +492,10 @@ def stack() -> tuple[FakeLayer, FakeLayer]:
 
 
 NEEDS_MODEL = {"depth_step", "operator_cosine", "spectral_step", "norm_cv", "angle_correlation", "t2_residual"}
-NEEDS_MODEL |= {"dirichlet_energy", "parallel_defect"}
-SPECTRUM = {"spectral_density", "spectral_density_error", "spectrum_lowest", "spectrum_highest"}  # by name only
-BY_DEFAULT = [name for name in METRICS if name not in SPECTRUM]
+NEEDS_MODEL |= {"dirichlet_energy", "parallel_defect", "layer_cosines"}
+SPECTRUM = {"spectral_density", "spectral_density_error", "spectrum_lowest", "spectrum_highest"}
+BY_NAME_ONLY = SPECTRUM | {"schmidt_spectrum", "singular_spectrum", "layer_cosines"}
+BY_DEFAULT = [name for name in METRICS if name not in BY_NAME_ONLY]
 
 
 @pytest.mark.parametrize("gauge", ["mean", "norm"])
@@ -570,8 +577,10 @@ def test_metrics_of_weights_do_not_depend_on_attention() -> None:
         elif METRICS[name].about != "transport":
             assert left[name] != right[name] or name == "t2_residual", name
     assert {n for n, m in METRICS.items() if m.weights_only} == {
-        "head_isometry", "sum_isometry", "symmetry", "identity_alignment",
+        "head_isometry", "singular_spectrum", "sum_isometry", "symmetry", "identity_alignment",
     }  # fmt: skip
+    spectra = [measure(x, ["singular_spectrum"])["singular_spectrum"] for x in (layer, other)]
+    assert np.array_equal(*spectra)
 
 
 @pytest.mark.parametrize("name", METRICS)
@@ -676,6 +685,106 @@ def test_the_spectrum_of_a_connection_laplacian_lies_where_t4_puts_it() -> None:
     agree(list(found.values()), [0.0, 2.0, -1.5])
 
 
-def test_the_spectrum_is_asked_for_by_name() -> None:
-    assert not SPECTRUM & set(measure(SECOND)) and set(SPECTRUM) <= set(METRICS)
+def test_what_takes_seconds_and_what_is_a_function_is_asked_for_by_name() -> None:
+    assert not BY_NAME_ONLY & set(measure(SECOND)) and set(METRICS) >= BY_NAME_ONLY
     assert all(METRICS[name].about == "spectrum" for name in SPECTRUM)
+    assert {name for name, metric in METRICS.items() if metric.at} == {
+        "schmidt_spectrum", "singular_spectrum", "layer_cosines", "spectral_density", "spectral_density_error",
+    }  # fmt: skip
+    found = measure(SECOND, ["schmidt_spectrum", "singular_spectrum", "layer_cosines"])
+    for name, values in found.items():
+        assert values.shape == (len(METRICS[name].at),) and np.isfinite(values).any(), name
+
+
+# --- functions of a rank or of a layer -------------------------------------------------------------------------------
+
+
+def padded(values: list | np.ndarray) -> np.ndarray:
+    """NaN from the end of the values on."""
+    return np.concatenate([values, np.full(128 - len(values), np.nan)])
+
+
+@kinds
+def test_schmidt_spectrum_is_that_of_the_realigned_operator(kind: str) -> None:
+    assert METRICS["schmidt_spectrum"].at == tuple(range(1, 129))
+    for layer, walk in pairs(kind):
+        values = oracles.schmidt(layer)
+        # below 1e-8 of the largest there is rounding
+        agree(metrics.schmidt_spectrum(walk), padded(values / np.sqrt((values**2).sum())), atol=1e-7)
+
+
+def test_known_schmidt_spectra() -> None:
+    frame, attention = torch.eye(4, dtype=F64), torch.stack([cycle(4).roll(h, 0) for h in range(4)])
+    scale = torch.tensor([1.0, 3.0, 0.0, 2.0], dtype=F64)[:, None, None]
+    walk = ConnectionWalk(attention, frame[:, None, :], scale * frame[:, :, None])
+    agree(metrics.schmidt_spectrum(walk), padded(np.array([3, 2, 1, 0]) / np.sqrt(14)))
+    nothing = ConnectionWalk(attention, frame[:, None, :], 0 * frame[:, :, None])
+    assert np.isnan(metrics.schmidt_spectrum(nothing)).all()
+
+
+@kinds
+def test_singular_spectrum_is_that_of_the_dense_transports(kind: str) -> None:
+    at = METRICS["singular_spectrum"].at
+    assert at == pytest.approx(np.arange(21) / 20)
+    for layer, walk in pairs(kind):
+        curves = []
+        for value in oracles.singular_values(layer):
+            relative, last = value / np.sqrt((value**2).mean()), len(value) - 1
+            below = [min(int(t * last), max(last - 1, 0)) for t in at]
+            curves.append([relative[k] + (t * last - k) * (relative[min(k + 1, last)] - relative[k])
+                           for t, k in zip(at, below, strict=True)])  # fmt: skip
+        agree(metrics.singular_spectrum(walk.transports), np.mean(curves, axis=0), rtol=1e-9)
+
+
+def test_known_singular_spectra() -> None:
+    at = np.arange(21) / 20
+    agree(metrics.singular_spectrum(isometric_transports(0, heads=3, d_model=6, scale=0.2)), np.ones(21))
+    agree(metrics.singular_spectrum(one_head(np.diag([-1.0, 3.0])).transports), (3 - 2 * at) / np.sqrt(5))
+    # a head that carries nothing has no spectrum; the mean is over the others
+    value = torch.diag_embed(torch.tensor([[1.0, 3.0], [0.0, 0.0], [2.0, 2.0]], dtype=F64))
+    identity = torch.eye(2, dtype=F64).repeat(3, 1, 1)
+    agree(metrics.singular_spectrum(HeadTransports(value, identity)), ((3 - 2 * at) / np.sqrt(5) + 1) / 2)
+    assert np.isnan(metrics.singular_spectrum(HeadTransports(0 * value, identity))).all()
+
+
+@square_kinds
+def test_layer_cosines_are_those_of_the_dense_operators(kind: str) -> None:
+    first = oracles.instance(kind, 0)
+    second, third = partner(first, 1), partner(first, 2)
+    chain = None
+    for layer in (first, second, third):
+        chain = FakeLayer(walk_of(layer), torch.empty(0), chain)
+    expected = padded([oracles.operator_cosine(before, third) for before in (first, second)])
+    agree(measure(chain, ["layer_cosines"])["layer_cosines"], expected)
+    agree(metrics.layer_cosines(walk_of(third), [walk_of(first), walk_of(second)]), expected)
+    assert METRICS["layer_cosines"].at == tuple(range(128))
+
+
+def test_layer_cosines_are_undefined_before_the_first_layer_and_where_nothing_is_carried() -> None:
+    first, second = stack()
+    assert np.isnan(measure(first, ["layer_cosines"])["layer_cosines"]).all()
+    nothing = ConnectionWalk(first.walk.attention, 0 * first.walk.value, first.walk.output, groups=2)
+    agree(metrics.layer_cosines(second.walk, [second.walk, nothing, second.walk]), padded([1.0, np.nan, 1.0]))
+
+
+def test_layer_cosines_need_every_layer_before() -> None:
+    checkpoint = tiny_checkpoint("bert")
+    kept = list(layers(checkpoint, "three layers"))
+    dense = [oracles.operator(Layer(*(x.double().numpy() for x in (k.walk.attention, k.walk.value, k.walk.output))))
+             for k in kept]  # fmt: skip
+    expected = [(k * dense[2]).sum() / np.linalg.norm(k) / np.linalg.norm(dense[2]) for k in dense[:2]]
+    agree(measure(kept[2], ["layer_cosines"])["layer_cosines"], padded(expected), rtol=1e-6)
+    # while streaming, the layer before is there, and no other
+    refused = []
+    for layer in layers(checkpoint, "three layers"):
+        if layer.index < 2:
+            measure(layer, ["layer_cosines"])
+        else:
+            with pytest.raises(ValueError, match=r"layer: layer_cosines needs the 2 layers before, of which 1 ") as got:
+                measure(layer, ["layer_cosines"])
+            refused.append("keep list(cwlib.layers(...))" in str(got.value))
+    assert refused == [True]
+    alone = kept[1]
+    del kept, layer
+    with pytest.raises(ValueError, match=r"needs the 1 layers before, of which 0 are left"):
+        measure(alone, ["layer_cosines"])

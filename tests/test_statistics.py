@@ -3,8 +3,9 @@
 import numpy as np
 import pandas as pd
 import pytest
+from scipy import stats
 
-from cwlib.statistics import Trend, depth_trend, early_and_late, thirds_table
+from cwlib.statistics import FEW, Estimate, Trend, depth_trend, estimate, thirds, thirds_table
 
 
 def rows(values: np.ndarray | list, names: list[str] | None = None) -> pd.DataFrame:
@@ -86,10 +87,101 @@ def test_a_gap_is_refused() -> None:
         depth_trend(broken)
 
 
-def test_early_and_late_are_the_first_and_last_third_of_the_layers_there_are() -> None:
+# --- means and their intervals ------------------------------------------------------------------------------------
+
+
+def per_passage(values: np.ndarray | list) -> pd.Series:
+    return pd.Series(values, index=[f"passage {n}" for n in range(len(values))], dtype=float)
+
+
+@pytest.mark.parametrize("count", range(2, FEW))
+def test_the_interval_of_few_passages_is_students(count: int) -> None:
+    values = np.random.default_rng(count).normal(3, 2, count)
+    found = estimate(per_passage(values))
+    low, high = stats.t.interval(0.95, count - 1, values.mean(), stats.sem(values))
+    assert (found.mean, found.low, found.high) == pytest.approx((values.mean(), low, high))
+    assert found.effect == pytest.approx(values.mean() / values.std(ddof=1))
+
+
+@pytest.mark.parametrize("count", [FEW, 40, 400])
+def test_the_interval_of_many_passages_is_near_that_of_normal_theory(count: int) -> None:
+    values = np.random.default_rng(count).normal(3, 2, count)
+    found = estimate(per_passage(values))
+    margin = stats.norm.ppf(0.975) * values.std(ddof=0) / count**0.5  # resamples vary as the values do
+    assert found.mean == pytest.approx(values.mean())
+    for distance in (found.mean - found.low, found.high - found.mean):
+        assert distance == pytest.approx(margin, rel=0.15)
+    assert found.effect == pytest.approx(values.mean() / values.std(ddof=1))
+
+
+def test_a_bootstrapped_interval_stays_within_the_values() -> None:
+    # Student's would reach below zero
+    values = per_passage([0.0] * (FEW - 1) + [100.0])
+    assert 0 <= estimate(values).low < estimate(values).high <= 100
+
+
+def test_the_bootstrap_is_seeded_and_touches_no_global_state() -> None:
+    values = per_passage(np.random.default_rng(0).normal(size=FEW))
+    before = np.random.get_state()[1].copy()
+    assert estimate(values, seed=1) == estimate(values, seed=1)
+    assert np.array_equal(np.random.get_state()[1], before)
+    assert len({estimate(values, seed=seed).low for seed in range(4)}) > 1
+
+
+def test_what_depends_on_weights_only_has_no_width() -> None:
+    found = estimate(pd.Series([2.5], index=["-"]))
+    assert (found.mean, found.low, found.high) == (2.5, 2.5, 2.5) and np.isnan(found.effect)
+
+
+def test_a_single_passage_has_a_mean_and_no_interval() -> None:
+    found = estimate(per_passage([2.5]))
+    assert found.mean == 2.5 and np.isnan([found.low, found.high, found.effect]).all()
+
+
+def test_no_passage_has_no_mean() -> None:
+    found = estimate(per_passage([]))
+    assert np.isnan([found.mean, found.low, found.high, found.effect]).all()
+
+
+@pytest.mark.parametrize("count", [3, FEW])
+def test_passages_that_agree_leave_no_width_and_no_standardised_size(count: int) -> None:
+    found = estimate(per_passage([0.5] * count))
+    assert (found.mean, found.low, found.high) == (0.5, 0.5, 0.5) and np.isnan(found.effect)
+
+
+def test_an_estimate_is_mirrored_and_moved() -> None:
+    found = Estimate(1.0, -0.5, 3.0, 0.7)
+    assert found.times(1) == found
+    assert found.times(-1) == Estimate(-1.0, -3.0, 0.5, -0.7)
+    assert found.moved(-2.0) == Estimate(-1.0, -2.5, 1.0, 0.7)
+
+
+@pytest.mark.parametrize("count", [4, FEW])
+def test_the_mirror_image_is_the_estimate_of_the_negated_values(count: int) -> None:
+    values = per_passage(np.random.default_rng(1).normal(1, 1, count))
+    mirrored, negated = estimate(values).times(-1), estimate(-values)
+    assert (mirrored.mean, mirrored.effect) == pytest.approx((negated.mean, negated.effect))
+    # resampled, the tails of a percentile interval differ a little
+    assert (mirrored.low, mirrored.high) == pytest.approx((negated.low, negated.high), abs=0.1)
+
+
+# --- early and late layers ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("count", "third"), [(1, 1), (2, 1), (3, 1), (5, 1), (6, 2), (8, 2), (9, 3)])
+def test_thirds_are_the_first_and_last_layers_rounded_down(count: int, third: int) -> None:
+    values = np.random.default_rng(count).normal(size=(3, count))
+    found = thirds(rows(values)).loc[[f"passage {n}" for n in range(3)]]
+    early = [sum(line[:third]) / third for line in values.tolist()]
+    late = [sum(line[count - third :]) / third for line in values.tolist()]
+    assert found["early"].tolist() == pytest.approx(early)
+    assert found["late"].tolist() == pytest.approx(late)
+    assert found["change"].tolist() == pytest.approx(np.subtract(late, early))
+
+
+def test_thirds_are_of_the_layers_that_a_quantity_has() -> None:
     steps = rows([[9.0, 1, 2, 3, 4, 5, 6]]).query("layer > 0")  # a step has no value at the first layer
-    assert early_and_late(steps) == (1.5, 5.5)
-    assert early_and_late(rows([[1.0, 2.0]])) == (1.0, 2.0)
+    assert thirds(steps).loc["passage 0"].to_dict() == {"early": 1.5, "late": 5.5, "change": 4.0}
 
 
 def test_thirds_stand_beside_the_late_thirds_of_the_nulls() -> None:
@@ -105,3 +197,8 @@ def test_thirds_stand_beside_the_late_thirds_of_the_nulls() -> None:
     found = thirds_table(pd.concat(parts), "m")
     assert found["m"].loc["a"].to_dict() == {"early": 0.5, "late": 4.5, "late init": 14.5, "late gaussian": 24.5}
     assert list(found["m"]) == ["early", "late", "late gaussian", "late init"]
+
+
+def test_thirds_are_averaged_over_passages() -> None:
+    table = rows([np.arange(6.0), np.arange(6.0) + 4]).assign(checkpoint="a", source="trained", metric="m", gauge="")
+    assert thirds_table(table, "m")["m"].loc["a"].to_dict() == {"early": 2.5, "late": 6.5}

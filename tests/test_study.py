@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import jaxtyping
 import numpy as np
 import pandas as pd
 import pytest
@@ -30,7 +29,8 @@ TEXTS = (
     Passage("first", "two short sentences", "A short text, of two lines. It is here."),
     Passage("second", "numbers", "Another one: 1, 2, 3; then 4 and 5!!"),
 )
-FULL, EXACTNESS = ("tiny-bert", "tiny-llama"), ("tiny-gpt2",)
+NAMES = ("tiny-bert", "tiny-llama")
+CONTROL, SCHEMES = "tiny-bert", ("q4_1", "q5_0")
 LAYERS, HEADS = 3, 4
 GRAPH = {"depth_step", "spectral_step", "reversibility_defect", "spectral_gap", "entropy_rate", "sink_mass"}
 STEPS = {"depth_step", "spectral_step", "operator_cosine"}  # not defined at the first layer
@@ -38,9 +38,11 @@ WEIGHTS_ONLY = {"head_isometry", "sum_isometry", "symmetry", "identity_alignment
 ON_TEXT = {"schmidt_participation", "single_walk_error", "edge_isometry", "holonomy_defect"}
 ON_TEXT |= {"norm_cv", "angle_correlation", "operator_cosine", "laplacian_defect", "metric_defect", "inverse_defect"}
 ON_TEXT |= {"metric_balance_defect", "mass", "dirichlet_energy", "parallel_defect"}
-GRID = [f"{i / 10 - 1:.2f}" for i in range(41)]  # eigenvalues at which a spectral density is reported
+GRID = [f"{i / 10 - 1:g}" for i in range(41)]  # eigenvalues at which a spectral density is reported
+RANKS = [f"{i / 20:g}" for i in range(21)]  # relative, at which singular values are reported
+ONCE = {"spectral_density", "spectral_density_error", "spectrum_lowest", "spectrum_highest", "layer_cosines"}
 KEYS = ["checkpoint", "source", "seed", "passage", "layer", "metric", "gauge", "at"]
-FILES = ("study.csv", "cells.csv", "glossary.csv")
+FILES = ("study.csv", "cells.csv", "glossary.csv", "study.parquet")
 
 
 @pytest.fixture(autouse=True)
@@ -76,12 +78,6 @@ def smoke(tmp_path_factory: pytest.TempPathFactory) -> Smoke:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CWLIB_CACHE", str(cache))
         return Smoke(run(folder), folder, cache / "study")
-
-
-@pytest.fixture
-def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the tests' type checks, which the smoke study has passed already, runs take a fraction of the time."""
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 @pytest.fixture
@@ -121,37 +117,32 @@ def assert_close(left: pd.DataFrame, right: pd.DataFrame) -> None:
 
 
 def expected_rows() -> Iterator[tuple]:
-    for name, (source, seed) in itertools.product(
-        FULL, [("trained", 0), ("gaussian", 0), ("init", 0), ("init", 1), ("init", 2)]
-    ):
-        for layer in range(LAYERS):
-            for metric in WEIGHTS_ONLY:
-                yield name, source, seed, "-", layer, metric, "", ""
-            for text in TEXTS:
-                gauges = ("norm",) if source == "gaussian" else ("mean", "norm")  # the null keeps the attention
-                found = [(m, g) for m in GRAPH for g in gauges] + [(m, "") for m in ON_TEXT]
-                if source == "trained":
-                    found.append(("t2_residual", ""))
-                places = [(metric, gauge, "") for metric, gauge in found]
-                if text == TEXTS[0] and seed == 0:  # spectra take long
-                    places += [(f"spectral_density{end}", "", at) for end in ("", "_error") for at in GRID]
-                    places += [("spectrum_lowest", "", ""), ("spectrum_highest", "", "")]
-                for metric, gauge, at in places:
-                    causal = name == "tiny-llama" and metric == "inverse_defect"  # no way back to compare with
-                    if not causal and (layer > 0 or metric not in STEPS):
-                        yield name, source, seed, text.name, layer, metric, gauge, at
-    for name, source, text, layer in itertools.product(FULL, ("shuffled", "sinkless"), TEXTS, range(LAYERS)):
-        if name == "tiny-bert" and source == "sinkless":
+    variants = [("trained", 0), ("gaussian", 0), ("init", 0), ("init", 1), ("init", 2)]
+    variants += [(source, 0) for source in ("shuffled", "sinkless", *SCHEMES)]
+    for name, (source, seed), layer in itertools.product(NAMES, variants, range(LAYERS)):
+        decoder = name == "tiny-llama"
+        if (source == "sinkless" and not decoder) or (source in SCHEMES and name != CONTROL):
             continue  # token 0 is a sink in decoders
-        gauges = ("norm",) if source == "shuffled" else ("mean", "norm")
-        places = [(m, g) for m in GRAPH for g in gauges] + [(m, "") for m in ON_TEXT]
-        for metric, gauge in places:
-            on_maps = source == "shuffled" and metric in {"norm_cv", "angle_correlation"}  # not of attention
-            causal = name == "tiny-llama" and metric == "inverse_defect"
-            if not on_maps and not causal and (layer > 0 or metric not in STEPS):
-                yield name, source, 0, text.name, layer, metric, gauge, ""
-    for name, text, layer in itertools.product(EXACTNESS, TEXTS, range(LAYERS)):
-        yield name, "trained", 0, text.name, layer, "t2_residual", "", ""
+        if source not in ("shuffled", "sinkless"):  # which leave the weights alone
+            places = [(metric, "") for metric in WEIGHTS_ONLY] + [("singular_spectrum", at) for at in RANKS]
+            yield from ((name, source, seed, "-", layer, metric, "", at) for metric, at in places)
+        for text in TEXTS:
+            gauges = ("norm",) if source in ("gaussian", "shuffled") else ("mean", "norm")  # these nulls keep W
+            places = [(metric, gauge, "") for metric in GRAPH for gauge in gauges]
+            places += [(metric, "", "") for metric in ON_TEXT]
+            places += [("schmidt_spectrum", "", str(rank)) for rank in range(1, HEADS + 1)]
+            if source == "trained":
+                places.append(("t2_residual", "", ""))
+            if text == TEXTS[0] and source in ("trained", "gaussian"):
+                places += [(f"spectral_density{end}", "", at) for end in ("", "_error") for at in GRID]
+                places += [("spectrum_lowest", "", ""), ("spectrum_highest", "", "")]
+            if text == TEXTS[0] and source in ("trained", "gaussian", "sinkless"):
+                places += [("layer_cosines", "", str(earlier)) for earlier in range(layer)]
+            for metric, gauge, at in places:
+                no_way_back = decoder and metric == "inverse_defect"
+                of_maps = source == "shuffled" and metric in {"norm_cv", "angle_correlation"}
+                if not no_way_back and not of_maps and (layer > 0 or metric not in STEPS):
+                    yield name, source, seed, text.name, layer, metric, gauge, at
 
 
 def test_the_table_holds_each_expected_row_once_in_order(smoke: Smoke) -> None:
@@ -244,8 +235,11 @@ def test_the_columns_say_where_each_cell_came_from(smoke: Smoke) -> None:
     assert set(origin[identity].itertuples(index=False, name=None)) == {row[:4] for row in expected_rows()}
     assert origin["key"].is_unique and not origin.duplicated(identity).any()
     assert set(origin["kind"]) == {"encoder", "decoder"}
-    assert set(origin["dtype"]) == set(origin["stored_as"]) == {"float32"}
-    sha = {name: tiny_checkpoint(name.removeprefix("tiny-")).sha256 for name in (*FULL, *EXACTNESS)}
+    assert set(origin["dtype"]) == {"float32"}
+    stored = dict(zip(origin["source"], origin["stored_as"], strict=True))
+    assert stored.pop("q4_1") == "Q4_1" and stored.pop("q5_0") == "Q5_0"
+    assert set(stored.values()) == {"float32"}
+    sha = {name: tiny_checkpoint(name.removeprefix("tiny-")).sha256 for name in NAMES}
     assert dict(zip(origin["checkpoint"], origin["sha256"], strict=True)) == sha
     assert set(origin["torch"]) == {torch.__version__.split("+")[0]}
 
@@ -258,19 +252,112 @@ def test_the_glossary_explains_every_metric_and_column(smoke: Smoke) -> None:
     assert (glossary["meaning"].str.len() > 20).all()
 
 
-def test_load_adds_kind_and_depth(smoke: Smoke) -> None:
+def test_load_adds_kind_precision_and_depth(smoke: Smoke) -> None:
     table, folder = smoke.table, smoke.folder
     loaded = study.load(folder)
-    assert list(loaded.columns) == [*table.columns, "kind", "depth"]
+    assert list(loaded.columns) == [*table.columns, "kind", "stored_as", "depth"]
     assert_close(loaded, table)
     kinds = dict(zip(loaded["checkpoint"], loaded["kind"], strict=True))
-    assert kinds == {"tiny-bert": "encoder", "tiny-llama": "decoder", "tiny-gpt2": "decoder"}
+    assert kinds == {"tiny-bert": "encoder", "tiny-llama": "decoder"}
     assert (loaded["depth"] == loaded["layer"] / 2).all()
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_load_gives_the_precision_of_the_trained_weights_not_of_a_rounded_copy(
+    smoke: Smoke, tmp_path: Path, last: bool
+) -> None:
+    folder = shutil.copytree(smoke.folder, tmp_path / "data")
+    origin = pd.read_csv(folder / "cells.csv", keep_default_na=False)
+    # whichever way the lines lie, the rounded copies all before or all behind the others
+    order = origin["source"].isin(SCHEMES).sort_values(ascending=last, kind="stable").index
+    origin.loc[order].to_csv(folder / "cells.csv", index=False)
+    loaded = study.load(folder)
+    assert set(SCHEMES) <= set(loaded["source"]) and set(loaded["stored_as"]) == {"float32"}
+
+
+def test_the_parquet_file_is_the_table_with_each_row_s_origin(smoke: Smoke) -> None:
+    rows = pd.read_csv(smoke.folder / "study.csv", keep_default_na=False, dtype={"at": str})
+    origin = pd.read_csv(smoke.folder / "cells.csv", keep_default_na=False)
+    beside = origin.set_index(["checkpoint", "source", "seed", "passage"])
+    joined = rows.join(beside, on=beside.index.names)
+    pd.testing.assert_frame_equal(pd.read_parquet(smoke.folder / "study.parquet"), joined, check_dtype=False)
+    assert len(joined) == len(smoke.table) and joined["key"].notna().all()
 
 
 def test_load_of_a_folder_without_a_study_says_so(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"folder: expected study\.csv and cells\.csv in .*run cwlib\.study\.run"):
         study.load(tmp_path)
+
+
+# --- which cells there are ------------------------------------------------------------------------------------------
+
+MANY = tuple(Passage(f"text {n}", "", f"Some words, {n} of them.") for n in range(9))
+SPREAD = [MANY[n].name for n in (0, 3, 5, 8)]  # four passages, as evenly as whole numbers allow
+
+
+def planned(control: tuple[str, ...]) -> dict[tuple[str, str, int], dict[str, set[str]]]:
+    """Metrics by passage, for every set of weights."""
+    found: dict[tuple[str, str, int], dict[str, set[str]]] = {}
+    listed = cells.plan(NAMES, MANY, control)
+    for cell in listed:
+        found.setdefault((cell.checkpoint, cell.source, cell.seed), {})[cell.passage_name] = set(cell.metrics)
+    assert sum(map(len, found.values())) == len(listed) == len({cell.key for cell in listed})
+    return found
+
+
+def test_the_plan_has_all_passages_for_trained_and_rounded_weights_and_four_for_nulls() -> None:
+    found = planned((CONTROL,))
+    names = [text.name for text in MANY]
+    nulls = {("gaussian", 0): ["-", *SPREAD], ("shuffled", 0): SPREAD}
+    nulls |= {("init", seed): ["-", *SPREAD] for seed in range(3)}
+    both = {("trained", 0): ["-", *names]} | nulls
+    expected = {(name, *source): passages for name in NAMES for source, passages in both.items()}
+    expected |= {(CONTROL, scheme, 0): ["-", *names] for scheme in SCHEMES}
+    expected["tiny-llama", "sinkless", 0] = SPREAD
+    assert {weights: sorted(passages) for weights, passages in found.items()} == {
+        weights: sorted(passages) for weights, passages in expected.items()
+    }
+
+
+def test_without_a_control_nothing_is_rounded() -> None:
+    assert {source for _, source, _ in planned(())}.isdisjoint(SCHEMES)
+    assert {name for name, source, _ in planned(("tiny-gpt2",)) if source in SCHEMES} == set()
+
+
+def test_the_plan_measures_what_takes_seconds_on_the_first_passage_of_few_sources() -> None:
+    everywhere = GRAPH | ON_TEXT | {"schmidt_spectrum"}
+    for (_, source, _), passages in planned((CONTROL,)).items():
+        for name, metrics in passages.items():
+            if name == "-":
+                assert metrics == WEIGHTS_ONLY | {"singular_spectrum"}
+                continue
+            extra = {"t2_residual"} if source == "trained" else set()
+            if name == SPREAD[0] and source in ("trained", "gaussian"):
+                extra |= ONCE
+            elif name == SPREAD[0] and source == "sinkless":
+                extra |= {"layer_cosines"}
+            lost = {"norm_cv", "angle_correlation"} if source == "shuffled" else set()
+            assert metrics == (everywhere | extra) - lost, (source, name)
+
+
+def test_rounded_weights_measure_near_the_trained_ones_and_the_nearer_the_more_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unchecked: None
+) -> None:
+    mine = str(saved(tmp_path / "mine", hidden_size=64, head_dim=16))  # rows of whole blocks: all maps are rounded
+    monkeypatch.setitem(study.PROFILES, "smoke", ((mine,), (mine,)))
+    table = run(None, texts=TEXTS[:1])
+    by_place = ["passage", "layer", "metric", "gauge", "at"]
+    values = {source: rows.set_index(by_place)["value"] for source, rows in table.groupby("source") if source != "init"}
+    trained = values["trained"]
+    trained = trained[~trained.index.isin(ONCE | {"t2_residual"}, level="metric")]
+    distance = {}
+    for scheme in SCHEMES:
+        assert set(values[scheme].index) == set(trained.index)
+        change = (values[scheme] - trained).abs()
+        assert (change.groupby("metric").max() > 0).all()
+        assert (change.groupby(["passage", "layer"]).max() > 0).all()
+        distance[scheme] = (change / (values["gaussian"] - trained).abs()).median()
+    assert distance["q5_0"] < distance["q4_1"] < 0.5  # of the distance to maps drawn at random
 
 
 # --- nothing is computed twice ------------------------------------------------------------------------------------
@@ -371,7 +458,7 @@ def test_one_text_under_two_names_is_measured_under_both(warm: Path) -> None:
     twice = (TEXTS[0], replace(TEXTS[0], name="copy"))
     table = small(None, texts=twice)
     assert not table.duplicated(KEYS).any()
-    table = table[~table["metric"].str.startswith("spectr") | (table["metric"] == "spectral_step")]  # of the first only
+    table = table[~table["metric"].isin(ONCE)]  # of the first only
     a, b = (table.loc[table["passage"] == text.name, "value"].tolist() for text in twice)
     assert a == b and len(a) > 0
 
@@ -518,17 +605,20 @@ def test_the_smoke_profile_takes_the_built_in_corpus(monkeypatch: pytest.MonkeyP
     assert len(set(table["passage"]) - {"-"}) >= 2
 
 
-@pytest.fixture
-def local(tmp_path: Path) -> Path:
+def saved(folder: Path, **overrides: int) -> Path:
     """A checkpoint of the user's own, in the hub's layout, with a tokenizer of words."""
-    folder = tmp_path / "mine"
-    tiny_checkpoint("llama", seed=5).model.save_pretrained(folder)
+    tiny_checkpoint("llama", seed=5, **overrides).model.save_pretrained(folder)
     words = sorted({word for text in TEXTS for word in text.text.split()})
     vocabulary = {"[UNK]": 0} | {word: n for n, word in enumerate(words, 3)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]").save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Path:
+    return saved(tmp_path / "mine")
 
 
 def test_a_local_folder_is_a_checkpoint(local: Path, tmp_path: Path, computed: list) -> None:

@@ -1,19 +1,26 @@
 """A study is the same table wherever its cells are computed, and a worker that dies takes nothing with it."""
 
 import os
+import random
 import signal
+import subprocess
+import sys
 import time
-from concurrent.futures import Executor, Future
-from itertools import pairwise
+from collections.abc import Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import nullcontext
+from itertools import groupby
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread, current_thread
 
+import jaxtyping
 import pandas as pd
+import psutil
 import pytest
 from dask.distributed import Client, LocalCluster
 
-from cwlib import study
-from cwlib.cells import Cell
+from cwlib import study, workers
+from cwlib.cells import Cell, plan
 from cwlib.corpus import Passage
 from cwlib.workers import executors, results, weights_of
 
@@ -84,24 +91,174 @@ class Remembering(Executor):
         return future
 
 
-def test_each_process_takes_whole_checkpoints_and_one_set_of_weights_after_the_other() -> None:
-    counts = {"a": 5, "b": 3, "c": 3, "d": 1}
+def test_the_costliest_checkpoints_go_first() -> None:
+    counts = {"minilm-l6": 8, "mpnet-base": 3, "gemma3-270m": 2}  # 23, 109 and 268 million parameters
+    cells = [
+        Cell(name, name, "trained", seed, TEXTS[0], ("symmetry",)) for name, n in counts.items() for seed in range(n)
+    ]
+    pools = [Remembering() for _ in counts]
+    assert len(list(results(cells, "cpu", pools))) == len(cells)
+    assert [pool.cells[0].checkpoint for pool in pools] == ["gemma3-270m", "mpnet-base", "minilm-l6"]
+
+
+@pytest.fixture
+def threads() -> Iterator[list[Executor]]:
+    """Two workers whose work can be watched."""
+    with ThreadPoolExecutor(1, "first") as first, ThreadPoolExecutor(1, "second") as second:
+        yield [first, second]
+
+
+def name_of_thread() -> str:
+    return current_thread().name.partition("_")[0]
+
+
+def test_a_worker_that_is_done_takes_the_next_checkpoint_whole(
+    threads: list[Executor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = {"a": 9, "b": 6, "c": 5, "d": 1}  # as costly by the cell
     cells = [
         Cell(name, name, source, seed, TEXTS[seed % 2], ("symmetry",))
         for name, count in counts.items()
-        for seed, source in zip(range(count), ("trained", "init", "gaussian", "init", "trained"), strict=False)
+        for seed, source in zip(range(count), 2 * ["trained", "init", "gaussian", "init", "q4_1"], strict=False)
     ]
-    pools = [Remembering(), Remembering()]
-    assert {cell.key for cell, *_ in results(cells, "cpu", pools)} == {cell.key for cell in cells}
-    first, second = ({cell.checkpoint for cell in pool.cells} for pool in pools)
-    assert not first & second and first | second == set(counts)
-    assert abs(len(pools[0].cells) - len(pools[1].cells)) <= 1
-    for pool in pools:
-        opened = [weights_of(cell) for cell in pool.cells]
-        changes = sum(a != b for a, b in pairwise(opened))
-        assert changes == len(set(opened)) - 1, "no set of weights is opened twice"
+    computed: list[tuple[str, Cell]] = []
+    others_done = Event()
+
+    def work(cell: Cell, _device: str) -> tuple[Cell, pd.DataFrame, dict]:
+        if cell.checkpoint == "a":
+            assert others_done.wait(30), "the other worker left checkpoints to the one that is busy"
+        computed.append((name_of_thread(), cell))
+        if sum(done.checkpoint != "a" for _, done in computed) == len(cells) - counts["a"]:
+            others_done.set()
+        return cell, pd.DataFrame(), {}
+
+    monkeypatch.setattr(workers, "work", work)
+    assert sorted(cell.key for cell, *_ in results(cells, "cpu", threads)) == sorted(cell.key for cell in cells)
+    mine = {worker: [cell for name, cell in computed if name == worker] for worker in ("first", "second")}
+    assert {cell.checkpoint for cell in mine["first"]} == {"a"}
+    assert [name for name, _ in groupby(cell.checkpoint for cell in mine["second"])] == ["b", "c", "d"]
+    for listed in mine.values():
+        opened = [weights_of(cell) for cell in listed]
+        assert len(list(groupby(opened))) == len(set(opened)), "no set of weights is opened twice"
+
+
+def test_an_error_stops_the_study_and_what_was_done_is_kept(
+    threads: list[Executor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unchecked: None
+) -> None:
+    started: list[Cell] = []
+    broken = Event()
+
+    def kept() -> set[str]:
+        return {path.stem for path in (tmp_path / "cache" / "study").glob("*.parquet")}
+
+    def work(cell: Cell, _device: str) -> tuple[Cell, pd.DataFrame, dict]:
+        started.append(cell)
+        if broken.is_set():
+            time.sleep(0.3)  # time to be cancelled
+        elif cell.checkpoint == "tiny-gpt2" and len(kept()) >= 4:
+            broken.set()
+            raise ValueError("this cell is broken")
+        time.sleep(0.03)
+        head = (cell.checkpoint, cell.source, cell.seed, cell.passage_name)
+        rows = pd.DataFrame([(*head, 0, "symmetry", "", "", 0.5)], columns=[*study.ROW, "value"])
+        return cell, rows, dict(zip(study.IDENTITY, head, strict=True)) | {"key": cell.key}
+
+    monkeypatch.setattr(workers, "work", work)
+    monkeypatch.setattr(study, "executors", lambda *_: nullcontext(threads))
+    with pytest.raises(ValueError, match="this cell is broken"):
+        run(workers=2)
+    for pool in threads:
+        pool.shutdown()
+    done = kept()
+    assert len(done) >= 4 and done <= {cell.key for cell in started}
+    everything = {cell.key for cell in plan(("tiny-bert", "tiny-gpt2"), TEXTS[:1])}
+    assert len(started) < len(everything), "the rest is cancelled"
+    started.clear()
+    monkeypatch.setattr(study, "executors", lambda *_: nullcontext([]))
+    table = study.run(("tiny-bert", "tiny-gpt2"), None, TEXTS[:1], progress=False)
+    assert {cell.key for cell in started} == everything - done and len(table) == len(everything)
+
+
+class Finished(Executor):
+    """All cells are done by the time they are asked for, and one of them failed."""
+
+    def submit(self, _work: object, cell: Cell, _device: str) -> Future:
+        future: Future = Future()
+        if cell.seed == 0:
+            future.set_exception(ValueError("broken"))
+        else:
+            future.set_result((cell, pd.DataFrame(), {}))
+        return future
+
+
+def test_cells_that_were_done_when_another_failed_are_not_lost() -> None:
+    cells = [Cell("a", "a", "gaussian", seed, TEXTS[0], ("symmetry",)) for seed in range(9)]
+    found = []
+    with pytest.raises(ValueError, match="broken"):
+        found.extend(cell.seed for cell, *_ in results(cells, "cpu", [Finished()]))
+    assert sorted(found) == list(range(1, 9))
 
 
 def test_one_worker_needs_no_executor() -> None:
     with executors(1, None) as pools:
         assert pools == []
+
+
+# --- killed ---------------------------------------------------------------------------------------------------------
+
+STUDY = """
+import sys
+from cwlib import study
+from cwlib.corpus import Passage
+text = Passage("first", "", "A short text, of two lines. It is here.")
+study.run(("tiny-bert", "tiny-gpt2"), sys.argv[1], (text,), progress=False, workers=int(sys.argv[2]))
+"""
+
+
+def killed_after(count: int, folder: Path, cache: Path, workers: int) -> list[psutil.Process]:
+    """Start a study, kill it when so many of its cells are done, and return those of its children that live on."""
+    process = subprocess.Popen([sys.executable, "-c", STUDY, str(folder), str(workers)])
+    while process.poll() is None and len(list(cache.glob("*.parquet"))) < count:
+        time.sleep(0.01)
+    assert process.poll() is None, "killed while cells are left to compute"
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert len(children) >= (workers if workers > 1 else 0)
+    process.kill()
+    process.wait()
+    _, alive = psutil.wait_procs(children, timeout=5)
+    alive = [child for child in alive if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+    for child in alive:
+        child.kill()
+    return alive
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a study that nothing interrupted."""
+    folder = tmp_path_factory.mktemp("whole")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CWLIB_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+        study.run(("tiny-bert", "tiny-gpt2"), folder, TEXTS[:1], progress=False)
+    return folder
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_study_killed_three_times_ends_with_the_same_table_and_leaves_no_process(
+    workers: int, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unchecked: None
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as in the whole study: cells.csv names the number
+    folder, cache = tmp_path / "data", tmp_path / "cache" / "study"
+    last = len(pd.read_csv(whole / "cells.csv")) - 3
+    counts = sorted(random.Random(workers).sample(range(1, last), 3))
+    orphans = [child.pid for count in counts for child in killed_after(count, folder, cache, workers)]
+    assert not folder.exists()
+    done = {path.name for path in cache.glob("*.parquet")}
+    assert len(done) >= counts[-1]
+    before = {name: (cache / name).stat().st_mtime_ns for name in done}
+    table = study.run(("tiny-bert", "tiny-gpt2"), folder, TEXTS[:1], progress=False)
+    assert before == {name: (cache / name).stat().st_mtime_ns for name in done}, "what was done is not done again"
+    assert not table.duplicated(study.ROW).any()
+    for file in ("study.csv", "cells.csv"):
+        assert (folder / file).read_bytes() == (whole / file).read_bytes()
+    assert not orphans
