@@ -30,7 +30,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from cwlib.effects import rounding_table
+from cwlib.effects import CASE, rounding_table
 from cwlib.quantise import SCHEMES
 from cwlib.statistics import Estimate, Trend, depth_trend, estimate, thirds
 
@@ -151,22 +151,21 @@ def combine(verdicts: Iterable[str]) -> str:
 def _case(rows: pd.DataFrame, evidence: Evidence, beyond_nulls: bool, source: str = "trained") -> Case:
     """Of one metric of one checkpoint: all its rows."""
     sign = evidence.direction
-    cases = dict(iter(rows.groupby(["source", "seed"])))
-    trend = depth_trend(cases[source, 0])
+    trend = depth_trend(rows[rows["source"] == source])
     oriented = Trend(sign * trend.rho, *sorted((sign * trend.low, sign * trend.high)), trend.passages)
-    own = thirds(cases[source, 0])
-    gains, gaps = {}, {}
-    for (null, seed), group in cases.items():
+    parts = thirds(rows, CASE)
+    own, gains, gaps, removed = parts.loc[source, 0], {}, {}, None
+    for null, seed in parts.index.droplevel("passage").unique():
+        other = parts.loc[null, seed]
         if null in NULLS:
-            other = thirds(group)
             # like with like: nulls are measured on some of the passages
             difference = own.loc[own.index.isin(other.index)] - other
             name = f"{null} {seed}" if null == "init" else null
             gains[name] = estimate(difference["change"]).times(sign)
             if beyond_nulls:
                 gaps[name] = estimate(difference["late"]).times(sign)
-    sinkless = cases.get(("sinkless", 0))
-    removed = None if sinkless is None else estimate(thirds(sinkless)["change"]).times(sign)
+        if null == "sinkless":
+            removed = estimate(other["change"]).times(sign)
     return Case(oriented, estimate(own["change"]).times(sign), gains, removed, gaps)
 
 

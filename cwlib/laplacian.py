@@ -32,6 +32,7 @@ from cwlib.validation import require_finite
 from cwlib.walk import ConnectionWalk
 
 AnyWalk = ConnectionWalk | EdgeWalk
+Map = Float[Tensor, "d_model d_model"]
 
 
 def in_metric(walk: AnyWalk, metric: Float[Tensor, "*token d_model d_model"]) -> AnyWalk:

@@ -4,7 +4,6 @@ Panels read the tables of `cwlib.study` and `cwlib.claims` and know nothing of m
 colour, nulls in grey; encoders and decoders differ in marker and line style as well.
 """
 
-import textwrap
 from collections.abc import Sequence
 
 import matplotlib.pyplot as plt
@@ -92,7 +91,7 @@ def plot_depth(ax: Axes, table: pd.DataFrame, checkpoint: str, metric: str, gaug
     ax.fill_between(
         mean.index, values.quantile(0.1), values.quantile(0.9), color=look["color"], alpha=0.25, linewidth=0
     )
-    ax.plot(mean.index, mean, label="trained", **look)
+    ax.plot(mean.index, mean, label="trained", markersize=2.2, **look)
     ax.set_xlim(-0.03, 1.03)
     return ax
 
@@ -111,12 +110,16 @@ def columns(table: pd.DataFrame, metric: str) -> list[str]:
     return list(have.sort_values(["kind", "checkpoint"], ascending=[False, True])["checkpoint"])
 
 
+def broken(name: str) -> str:
+    """A checkpoint's name on two lines if it is longer than a narrow column, which holds a dozen letters."""
+    return name.replace("-", "-\n", 1) if len(name) > 13 else name
+
+
 def _titles(row: Sequence[Axes], table: pd.DataFrame, checkpoints: Sequence[str]) -> None:
     kinds = table.drop_duplicates("checkpoint").set_index("checkpoint")["kind"]
     for ax, name in zip(row, checkpoints, strict=True):
-        # a column is as wide as a dozen letters
-        broken = "\n".join(textwrap.wrap(name, 13, break_long_words=False)) if len(checkpoints) > 4 else name
-        ax.set_title(f"{broken}\n({kinds[name]})", fontsize="small" if len(checkpoints) > 4 else None)
+        narrow = len(checkpoints) > 4
+        ax.set_title(f"{broken(name) if narrow else name}\n({kinds[name]})", fontsize="small" if narrow else None)
 
 
 def depth_grid(
@@ -242,7 +245,7 @@ def pairs_grid(table: pd.DataFrame, limit: float = 0.3) -> Figure:
     rows = {"trained": "trained", "gaussian": "Gaussian O, V", "sinkless": "token 0 removed"}
     have = set(table[table["metric"] == "layer_cosines"].groupby(["checkpoint", "source"]).groups)
     rows = {source: label for source, label in rows.items() if any(s == source for _, s in have)}
-    size = style.WIDTHS["text"], 0.8 + 1.2 * len(rows)
+    size = style.WIDTHS["text"], 0.8 + len(rows)
     fig, axes = plt.subplots(len(rows), len(names), figsize=size, squeeze=False)
     for row, (source, label) in zip(axes, rows.items(), strict=True):
         for ax, checkpoint in zip(row, names, strict=True):

@@ -14,7 +14,7 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 
 from cwlib import style
-from cwlib.plots import LABELS
+from cwlib.plots import LABELS, broken
 
 VERDICT_COLOURS = {  # fixed order, light enough for black text; the word is printed in every cell
     "not testable here": "#E6E6E6",
@@ -143,7 +143,7 @@ def plot_rounding(ax: Axes, rounding: pd.DataFrame, metrics: Sequence[str] | Non
     ax.set_yticks(range(len(order)), [LABELS.get(m, m).replace("\n", " ") for m in order])
     ax.set_xlabel("shift by rounding / distance between trained weights and null")
     ax.grid(axis="y", color="#E6E6E6", linewidth=0.5)
-    ax.legend(loc="upper left")
+    ax.legend(loc="lower left")
     return ax
 
 
@@ -166,6 +166,6 @@ def plot_verdicts(ax: Axes, words: pd.DataFrame) -> Axes:
     ax.set_xlabel("")
     ax.set_ylabel("")
     ax.tick_params(length=0)
-    ax.set_xticks(ax.get_xticks(), list(words.columns), rotation=0)
+    ax.set_xticks(ax.get_xticks(), [broken(name) for name in words.columns], rotation=0)
     ax.set_yticks(ax.get_yticks(), list(words.index), rotation=0)
     return ax

@@ -8,6 +8,8 @@ import pandas as pd
 from scipy.stats import bootstrap, rankdata
 from scipy.stats import t as student_t
 
+from cwlib.quantise import SCHEMES
+
 WEIGHTS = "-"  #: in the passage column: the value depends on weights only
 RESAMPLES = 1000
 CONFIDENCE = 0.95
@@ -118,7 +120,7 @@ def thirds_table(table: pd.DataFrame, metric: str, gauge: str = "") -> pd.DataFr
     pandas.DataFrame
         Columns (metric, early), (metric, late), and (metric, late <source>) for each null measured.
     """
-    rows = table[(table["metric"] == metric) & (table["gauge"] == gauge)]
+    rows = table[(table["metric"] == metric) & (table["gauge"] == gauge) & ~table["source"].isin(SCHEMES)]
     lines: dict[str, dict[tuple[str, str], float]] = {}
     for (checkpoint, source), group in rows.groupby(["checkpoint", "source"]):
         early, late = thirds(group)[["early", "late"]].mean()

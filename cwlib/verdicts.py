@@ -150,3 +150,18 @@ def derived_tables(folder: str | Path) -> dict[str, pd.DataFrame]:
         "verdicts": verdict_table(evidence, scale).reset_index(),
     }
     return {name: frame.round(DIGITS) for name, frame in tables.items()}
+
+
+def supported_lines(evidence: pd.DataFrame) -> str:
+    """What is supported, as a list in Markdown with the numbers behind it, as README quotes it.
+
+    Parameters
+    ----------
+    evidence : pandas.DataFrame
+        From `cwlib.claims.evidence_table`.
+    """
+    return "\n".join(
+        f"- {line.claim}, `{line.metric}` of `{line.checkpoint}`: {line.expected} by {line.change:.3f} from the first "
+        f"third of layers to the last, {line.gain:.3f} more than in the null that comes closest"
+        for line in evidence[evidence["verdict"] == SUPPORTED].itertuples()
+    )

@@ -1,6 +1,7 @@
 """Every panel draws what its table says, on the axes it is given, with labels that can be read."""
 
 import ast
+import copy
 import inspect
 import itertools
 import sys
@@ -17,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 
-from cwlib import plots, plots_theory, style
+from cwlib import plots, plots_claims, plots_theory, style
 from cwlib.metrics import METRICS
 
 CHECKPOINTS = {
@@ -28,8 +29,16 @@ CHECKPOINTS = {
     "qwen2.5-coder-0.5b": "decoder",
     "qwen2.5-coder-1.5b": "decoder",
 }
+ORDER = ("minilm-l6", "mpnet-base", "gemma3-270m", "qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b", "smollm2-135m")
+NARROW = (  # titles of six columns, encoders first
+    "minilm-l6\n(encoder)",
+    "mpnet-base\n(encoder)",
+    "gemma3-270m\n(decoder)",
+    "qwen2.5-\ncoder-0.5b\n(decoder)",
+    "qwen2.5-\ncoder-1.5b\n(decoder)",
+    "smollm2-135m\n(decoder)",
+)
 LAYERS = 4
-WORDS = ("supported", "mixed", "not supported", "not testable here")
 
 
 def table(metrics: tuple[str, ...], checkpoints: tuple[str, ...] = tuple(CHECKPOINTS), gauge: str = "") -> pd.DataFrame:
@@ -45,38 +54,19 @@ def table(metrics: tuple[str, ...], checkpoints: tuple[str, ...] = tuple(CHECKPO
     return frame.assign(depth=frame["layer"] / (LAYERS - 1))
 
 
-def evidence() -> pd.DataFrame:
-    lines = [
-        (name, kind, metric, expected, 0.5, 0.2, 0.7, 0.1, "supported" if expected == "rises" else "mixed")
-        for name, kind in CHECKPOINTS.items()
-        for metric, expected in (("depth_step", "falls"), ("spectral_step", "falls"), ("operator_cosine", "rises"))
-    ]
-    columns = ["checkpoint", "kind", "metric", "expected", "rho", "low", "high", "null_rho", "verdict"]
-    return pd.DataFrame(lines, columns=columns)
-
-
-def verdicts() -> pd.DataFrame:
-    """Claims and metrics down, the checkpoints measured in full across, as notebook 11 draws them; every verdict."""
-    metrics = ("depth_step", "operator_cosine", "spectral_step", "angle_correlation", "edge_isometry", "head_isometry")
-    rows = [f"C1  {metric}" for metric in metrics] + ["C2  norm_cv", "C3  scale"]
-    columns = [*list(CHECKPOINTS)[:4], "overall"]
-    words = {name: [WORDS[(row + n) % 4] for row in range(len(rows))] for n, name in enumerate(columns)}
-    return pd.DataFrame(words, index=rows)
-
-
 def residuals() -> pd.DataFrame:
     frame = table(("t2_residual",))
     return frame.assign(value=1e-7 * (1 + frame["layer"]) * (1 + 9 * (frame["passage"] == "b")))
 
 
 EIGENVALUES = np.array([-0.9, -0.1, 0.0, 1.0, 2.0, 3.0])
-DEPTHS = {"minilm-l6": 3, "mpnet-base": 5, "smollm2-135m": 4, "gemma3-270m": 6}  # layers
+DEPTHS = dict(zip(CHECKPOINTS, (3, 5, 4, 6, 7, 2), strict=True))  # layers
 
 
 def expected_density(name: str, source: str) -> np.ndarray:
     """Layer by eigenvalue; different in every cell, and 0 in the first one."""
     layer, n = np.meshgrid(np.arange(DEPTHS[name]), np.arange(len(EIGENVALUES)), indexing="ij")
-    level = list(DEPTHS).index(name) + 4 * (source == "gaussian")
+    level = list(DEPTHS).index(name) + len(DEPTHS) * (source == "gaussian")
     return np.where(layer + n > 0, 0.1 * level + 0.01 * layer + 0.001 * n + 0.001, 0.0)
 
 
@@ -95,14 +85,58 @@ def densities() -> pd.DataFrame:
     return frame.assign(depth=frame["layer"] / (frame["checkpoint"].map(DEPTHS) - 1))
 
 
+RANKS = (1, 2, 10)  # as text, 10 would come before 2
+
+
+def expected_spectrum(name: str, source: str) -> np.ndarray:
+    """Layer by rank; different in every cell, and by an amount that depends on the layer in nulls too."""
+    layer, n = np.meshgrid(np.arange(DEPTHS[name]), np.arange(len(RANKS)), indexing="ij")
+    level = 1 + list(DEPTHS).index(name) + 10 * ("trained", "gaussian", "init").index(source)
+    return level * (1 + layer) / (1 + n + 0.1 * layer)
+
+
+def spectra() -> pd.DataFrame:
+    """Spectra of two passages around their mean, in no order, among rows that are none of them."""
+    rows = []
+    for name, source in itertools.product(DEPTHS, ("trained", "gaussian", "init")):
+        for (layer, n), mean in np.ndenumerate(expected_spectrum(name, source)):
+            for passage, factor in (("a", 0.5), ("b", 1.5)):
+                place = (name, source, 0, passage, layer)
+                rows.append((*place, "schmidt_spectrum", "", str(RANKS[n]), mean * factor, CHECKPOINTS[name]))
+                rows.append((*place, "singular_spectrum", "", str(RANKS[n]), 99.0, CHECKPOINTS[name]))
+    columns = ["checkpoint", "source", "seed", "passage", "layer", "metric", "gauge", "at", "value", "kind"]
+    frame = pd.DataFrame(rows, columns=columns).sample(frac=1, random_state=0)
+    return frame.assign(depth=frame["layer"] / (frame["checkpoint"].map(DEPTHS) - 1))
+
+
+def cosine(name: str, source: str, layer: int, earlier: int) -> float:
+    level = list(DEPTHS).index(name) + len(DEPTHS) * ("trained", "gaussian", "sinkless").index(source)
+    return 0.02 * level + 0.05 * layer - 0.11 * earlier - 0.2
+
+
+def pairs() -> pd.DataFrame:
+    """Each later layer beside each earlier one, in no order; token 0 is removed from decoders alone."""
+    rows = []
+    for name, source in itertools.product(DEPTHS, ("trained", "gaussian", "sinkless")):
+        if source == "sinkless" and CHECKPOINTS[name] == "encoder":
+            continue
+        for earlier, layer in itertools.combinations(range(DEPTHS[name]), 2):
+            place = (name, source, 0, "a", layer)
+            value = cosine(name, source, layer, earlier)
+            rows.append((*place, "layer_cosines", "", str(earlier), value, CHECKPOINTS[name]))
+            rows.append((*place, "schmidt_spectrum", "", str(earlier), 99.0, CHECKPOINTS[name]))
+    columns = ["checkpoint", "source", "seed", "passage", "layer", "metric", "gauge", "at", "value", "kind"]
+    return pd.DataFrame(rows, columns=columns).sample(frac=1, random_state=0)
+
+
 PANELS: dict[str, Callable[[Axes], Axes]] = {
     "plot_walk": lambda ax: plots.plot_walk(ax, np.tril(np.ones((3, 3))) / [[1], [2], [3]], ["The", "cat", "sat"]),
     "plot_depth": lambda ax: plots.plot_depth(ax, table(("entropy_rate",)), "minilm-l6", "entropy_rate"),
     "plot_density": lambda ax: plots.plot_density(ax, densities(), "minilm-l6", "trained").axes,
+    "plot_spectrum": lambda ax: plots.plot_spectrum(ax, spectra(), "mpnet-base", "schmidt_spectrum", "gaussian"),
+    "plot_pairs": lambda ax: plots.plot_pairs(ax, pairs(), "mpnet-base", "trained", 0.2).axes,
     "plot_residuals": lambda ax: plots.plot_residuals(ax, residuals(), 1e-5),
     "plot_schmidt": lambda ax: plots.plot_schmidt(ax, {"one": np.array([3.0, 4.0]), "two": np.array([1.0, 0.0])}),
-    "plot_evidence": lambda ax: plots.plot_evidence(ax, evidence()),
-    "plot_verdicts": lambda ax: plots.plot_verdicts(ax, verdicts()),
 }
 
 
@@ -129,6 +163,49 @@ def assert_apart(texts: list[Text]) -> None:
         assert not a.overlaps(b), f"{one!r} overlaps {other!r}"
 
 
+def drawn_texts(fig: Figure) -> list[Text]:
+    """Titles, labels, ticks in view and legends of a whole figure."""
+    fig.canvas.draw()
+    found = [*fig.texts, *(text for legend in fig.legends for text in legend.get_texts())]
+    for ax in fig.axes:
+        if not ax.axison:
+            continue
+        found += [ax.title, ax.xaxis.label, ax.yaxis.label]
+        for axis in (ax.xaxis, ax.yaxis):
+            low, high = sorted(axis.get_view_interval())
+            found += [tick.label1 for tick in axis.get_major_ticks() if low <= tick.get_loc() <= high]
+    return found
+
+
+def assert_draws_on_its_axes_alone(draw: Callable[[Axes], Axes]) -> None:
+    fig, (ax, other) = plt.subplots(1, 2, figsize=(6.8, 3.4))
+    assert draw(ax) is ax
+    assert ax.has_data() or ax.collections
+    assert not other.has_data() and not other.texts and not other.get_xlabel()
+    assert plt.get_fignums() == [fig.number]
+    assert fig.axes == [ax, other]  # no colour bar or twin beside them
+
+
+def assert_leaves_what_it_is_given_alone(
+    monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str, draw: Callable[[Axes], Axes]
+) -> None:
+    given = []
+    original = getattr(module, name)
+
+    def spy(ax: Axes, *arguments: object) -> object:
+        given.append((arguments, copy.deepcopy(arguments)))
+        return original(ax, *arguments)
+
+    monkeypatch.setattr(module, name, spy)
+    draw(plt.subplots()[1])
+    ((after, before),) = given
+    for one, other in zip(after, before, strict=True):
+        if isinstance(one, pd.DataFrame):
+            pd.testing.assert_frame_equal(one, other)
+        else:
+            np.testing.assert_equal(one, other)
+
+
 def assert_inside_the_figure(fig: Figure) -> None:
     fig.canvas.draw()
     width, height = fig.get_size_inches()
@@ -143,33 +220,12 @@ def test_every_panel_is_tried_here() -> None:
 
 @pytest.mark.parametrize("name", PANELS)
 def test_a_panel_draws_on_its_axes_alone(name: str) -> None:
-    fig, (ax, other) = plt.subplots(1, 2, figsize=(6.8, 3.4))
-    assert PANELS[name](ax) is ax
-    assert ax.has_data() or ax.collections
-    assert not other.has_data() and not other.texts and not other.get_xlabel()
-    assert plt.get_fignums() == [fig.number]
-    assert fig.axes == [ax, other]  # no colour bar or twin beside them
+    assert_draws_on_its_axes_alone(PANELS[name])
 
 
 @pytest.mark.parametrize("name", PANELS)
 def test_a_panel_leaves_its_table_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = []
-    draw = getattr(plots, name)
-
-    def spy(ax: Axes, data: object, *rest: object) -> Axes:
-        copy = data.copy()
-        given.append((data, copy))
-        return draw(ax, data, *rest)
-
-    monkeypatch.setattr(plots, name, spy)
-    panel(name)
-    ((data, copy),) = given
-    if isinstance(data, pd.DataFrame):
-        pd.testing.assert_frame_equal(data, copy)
-    elif isinstance(data, np.ndarray):
-        assert np.array_equal(data, copy)
-    else:
-        assert all(np.array_equal(data[key], copy[key]) for key in copy)
+    assert_leaves_what_it_is_given_alone(monkeypatch, plots, name, PANELS[name])
 
 
 @pytest.mark.parametrize(
@@ -178,7 +234,6 @@ def test_a_panel_leaves_its_table_alone(name: str, monkeypatch: pytest.MonkeyPat
         ("plot_walk", "source j", "destination i"),
         ("plot_residuals", "relative depth (0 = first layer, 1 = last)", "relative residual of T2"),
         ("plot_schmidt", "rank", "Schmidt value / |K|"),
-        ("plot_evidence", "Spearman correlation with depth (bar: best random initialisation; filled: supported)", ""),
     ],
 )
 def test_axes_are_labelled(name: str, x: str, y: str) -> None:
@@ -194,8 +249,8 @@ def test_a_legend_names_every_curve(name: str) -> None:
 
 
 def test_every_metric_of_a_figure_has_a_label_with_its_unit() -> None:
-    # spectra are drawn by a panel of their own
-    assert set(plots.LABELS) == {m.name for m in METRICS.values() if m.about not in ("exactness", "spectrum")}
+    # densities, pairs and residuals are drawn by panels of their own
+    assert set(plots.LABELS) == {m.name for m in METRICS.values() if m.about not in ("exactness", "spectrum", "pairs")}
     assert "(nats)" in plots.LABELS["entropy_rate"]
     assert len(set(plots.LABELS.values())) == len(plots.LABELS)
 
@@ -299,14 +354,58 @@ def test_schmidt_values_are_normalised() -> None:
     np.testing.assert_allclose(ax.lines[0].get_xdata(), [1, 2])
 
 
-def test_evidence_shows_each_interval_and_its_null() -> None:
-    ax = panel("plot_evidence", (6.8, 4.5))
-    labels = [label.get_text() for label in ax.get_yticklabels()]
-    assert len(set(labels)) == len(labels) == 18
-    expected = {f"{line.metric} ({line.expected})  {line.checkpoint}" for line in evidence().itertuples()}
-    assert set(labels) == expected
-    spans = [tuple(line.get_xdata()) for line in ax.lines]
-    assert spans.count((0.2, 0.7)) == spans.count((0.5,)) == spans.count((0.1,)) == 18
+def test_a_spectrum_is_a_curve_per_layer_coloured_by_depth() -> None:
+    ax = panel("plot_spectrum")
+    curves = [line for line in ax.lines if line.get_label() == "trained"]
+    assert len(curves) == DEPTHS["mpnet-base"]
+    for curve, expected in zip(curves, expected_spectrum("mpnet-base", "trained"), strict=True):
+        np.testing.assert_allclose(curve.get_xdata(), RANKS)
+        np.testing.assert_allclose(curve.get_ydata(), expected)
+    lightness = [np.dot(to_rgba(curve.get_color())[:3], (0.3, 0.6, 0.1)) for curve in curves]
+    assert np.all(np.diff(lightness) > 0.1)  # the deeper the lighter
+    assert ax.get_yscale() == "log"
+
+
+@pytest.mark.parametrize("null", ["gaussian", "init"])
+def test_a_spectrum_is_drawn_with_the_mean_over_layers_of_the_null_in_grey(null: str) -> None:
+    _, ax = plt.subplots()
+    plots.plot_spectrum(ax, spectra(), "mpnet-base", "schmidt_spectrum", null)
+    (law,) = (line for line in ax.lines if line.get_label() != "trained")
+    assert law.get_label() == {"gaussian": "Gaussian O, V", "init": "random initialisation"}[null]
+    np.testing.assert_allclose(law.get_xdata(), RANKS)
+    np.testing.assert_allclose(law.get_ydata(), expected_spectrum("mpnet-base", null).mean(0))
+    red, green, blue, _ = to_rgba(law.get_color())
+    assert red == green == blue
+
+
+@pytest.mark.parametrize("source", ["trained", "sinkless"])
+@pytest.mark.parametrize("name", ["smollm2-135m", "qwen2.5-coder-0.5b"])
+def test_pairs_are_symmetric_with_an_empty_diagonal(name: str, source: str) -> None:
+    _, ax = plt.subplots()
+    mesh = plots.plot_pairs(ax, pairs(), name, source, 0.25)
+    expected = np.full((DEPTHS[name],) * 2, np.nan)
+    for earlier, layer in itertools.combinations(range(DEPTHS[name]), 2):
+        expected[layer, earlier] = expected[earlier, layer] = cosine(name, source, layer, earlier)
+    np.testing.assert_allclose(np.ma.filled(mesh.get_array(), np.nan), expected)
+    assert (mesh.norm.vmin, mesh.norm.vmax) == (-0.25, 0.25)
+    np.testing.assert_allclose(mesh.to_rgba(0.0)[:3], 1, atol=0.05)  # no colour where layers share nothing
+    assert ax.yaxis_inverted() and not ax.xaxis_inverted()
+    assert ax.get_aspect() == 1
+
+
+@pytest.mark.parametrize("name", DEPTHS)
+def test_ticks_of_pairs_name_layers_that_there_are_in_the_middle_of_their_cells(name: str) -> None:
+    _, ax = plt.subplots()
+    corners = plots.plot_pairs(ax, pairs(), name, "trained", 0.25).get_coordinates()
+    ax.figure.canvas.draw()
+    for axis, edges in ((ax.xaxis, corners[0, :, 0]), (ax.yaxis, corners[:, 0, 1])):
+        middles = (edges[1:] + edges[:-1]) / 2
+        low, high = sorted(axis.get_view_interval())
+        labels = zip(axis.get_ticklocs(), axis.get_ticklabels(), strict=True)
+        shown = [(at, int(label.get_text())) for at, label in labels if low <= at <= high]
+        assert shown
+        for at, layer in shown:
+            assert layer < DEPTHS[name] and at == pytest.approx(middles[layer])
 
 
 def test_a_walk_is_drawn_destinations_down() -> None:
@@ -322,36 +421,7 @@ def test_a_walk_is_drawn_destinations_down() -> None:
 # --- can it be read -----------------------------------------------------------------------------------------------
 
 
-def test_verdicts_fit_their_cells() -> None:
-    ax = panel("plot_verdicts", (6.8, 3.2))
-    ax.figure.canvas.draw()
-    rows, columns = verdicts().shape
-    words = [text for text in ax.texts if text.get_text()]
-    assert [text.get_text().replace("\n", " ") for text in words] == verdicts().to_numpy().ravel().tolist()
-    for text, (row, column) in zip(words, itertools.product(range(rows), range(columns)), strict=True):
-        corners = ax.transData.transform([(column, row), (column + 1, row + 1)])
-        cell = Bbox([corners.min(0), corners.max(0)])
-        inner = box(text)
-        assert cell.x0 <= inner.x0 and inner.x1 <= cell.x1, f"{text.get_text()!r} is wider than its cell"
-        assert cell.y0 <= inner.y0 and inner.y1 <= cell.y1, f"{text.get_text()!r} is higher than its cell"
-    assert_apart(ax.get_xticklabels())
-    assert_apart(ax.get_yticklabels())
-    assert_inside_the_figure(ax.figure)
-
-
-def test_verdicts_of_one_kind_share_a_colour_and_differ_from_the_others() -> None:
-    ax = panel("plot_verdicts")
-    fig = ax.figure
-    fig.canvas.draw()
-    colours = ax.collections[0].get_facecolors()
-    words = verdicts().to_numpy().ravel()
-    by_word = {word: {tuple(c) for c, w in zip(colours, words, strict=True) if w == word} for word in WORDS}
-    assert all(len(found) == 1 for found in by_word.values())
-    assert len(set.union(*by_word.values())) == 4
-    assert set(WORDS) == set(plots.VERDICT_COLOURS)
-
-
-@pytest.mark.parametrize("name", ["plot_evidence", "plot_residuals", "plot_walk"])
+@pytest.mark.parametrize("name", ["plot_residuals", "plot_walk"])
 def test_labels_do_not_overlap(name: str) -> None:
     ax = panel(name, (6.8, 4.5))
     fig = ax.figure
@@ -363,21 +433,17 @@ def test_labels_do_not_overlap(name: str) -> None:
 
 def test_the_grid_has_a_row_per_metric_and_a_column_per_checkpoint() -> None:
     graph, walk = "sink_mass", "edge_isometry"
-    measured = tuple(CHECKPOINTS)[:4]  # in full; of the others only T2 is checked
     frame = pd.concat(
         [
-            table((graph,), measured, "mean"),
-            table((graph,), measured, "norm").assign(value=99.0),
-            table((walk,), measured),
+            table((graph,), gauge="mean"),
+            table((graph,), gauge="norm").assign(value=99.0),
+            table((walk,)),
             residuals(),
         ]
     )
     fig = plots.depth_grid(frame, [graph, walk])
-    fig.canvas.draw()
-    axes = np.array(fig.axes).reshape(2, 4)
-    titles = [ax.get_title() for ax in axes[0]]
-    assert titles[:2] == ["minilm-l6\n(encoder)", "mpnet-base\n(encoder)"]  # encoders first
-    assert sorted(titles[2:]) == ["gemma3-270m\n(decoder)", "smollm2-135m\n(decoder)"]
+    axes = np.array(fig.axes).reshape(2, 6)
+    assert tuple(ax.get_title() for ax in axes[0]) == NARROW
     assert [ax.get_ylabel() for ax in axes[:, 0]] == [plots.LABELS[graph], plots.LABELS[walk]]
     assert "relative depth" in fig.get_supxlabel()
     for ax in axes.flat:
@@ -385,8 +451,20 @@ def test_the_grid_has_a_row_per_metric_and_a_column_per_checkpoint() -> None:
         np.testing.assert_allclose(trained.get_ydata(), np.arange(LAYERS) + 1.0)  # mean gauge by default
     (legend,) = fig.legends
     assert [t.get_text() for t in legend.get_texts()] == ["trained", "Gaussian O, V", "random initialisation"]
-    assert_apart([ax.title for ax in axes[0]])
+    assert_apart(drawn_texts(fig))
     assert_inside_the_figure(fig)
+
+
+def test_titles_break_long_names_only_in_more_than_four_columns() -> None:
+    names = list(ORDER[2:])
+    frame = table(("edge_isometry",))
+    wide = plots.depth_grid(frame, ["edge_isometry"], checkpoints=names)
+    assert [ax.get_title() for ax in wide.axes] == [f"{name}\n(decoder)" for name in names]
+    narrow = plots.depth_grid(frame, ["edge_isometry"], checkpoints=[*names, "minilm-l6"])
+    assert [ax.get_title() for ax in narrow.axes] == [*NARROW[2:], NARROW[0]]
+    for fig in (wide, narrow):
+        assert_apart(drawn_texts(fig))
+        assert_inside_the_figure(fig)
 
 
 def test_the_grid_takes_the_checkpoints_and_the_gauge_it_is_given() -> None:
@@ -409,34 +487,81 @@ def test_the_grid_says_where_a_metric_is_not_defined_and_draws_the_rest() -> Non
 
 def test_the_grid_of_densities_has_the_trained_weights_above_the_null() -> None:
     fig = plots.density_grid(densities())
-    fig.canvas.draw()
     *panels, bar = fig.axes
-    axes = np.array(panels).reshape(2, 4)
-    names = ["minilm-l6", "mpnet-base", "gemma3-270m", "smollm2-135m"]  # encoders first
-    assert [ax.get_title() for ax in axes[0]] == [f"{name}\n({CHECKPOINTS[name]})" for name in names]
+    axes = np.array(panels).reshape(2, 6)
+    assert tuple(ax.get_title() for ax in axes[0]) == NARROW
     assert [ax.get_ylabel() for ax in axes[:, 0]] == ["trained\nlayer", "Gaussian O, V\nlayer"]
     assert fig.get_supxlabel() == "eigenvalue of the reversibilised generator, transports at scale 1"
     assert bar.get_ylabel() == "density of eigenvalues"
     for row, source in zip(axes, ("trained", "gaussian"), strict=True):
-        for ax, name in zip(row, names, strict=True):
+        for ax, name in zip(row, ORDER, strict=True):
             (mesh,) = ax.collections
             np.testing.assert_allclose(mesh.get_array(), expected_density(name, source))
             assert (mesh.norm.vmin, mesh.norm.vmax) == pytest.approx(bar.get_ylim())  # the bar is right for all
             assert ax.get_ylim() == (DEPTHS[name] - 0.5, -0.5)
+    assert fig.get_figwidth() == style.WIDTHS["text"]
+    assert_apart(drawn_texts(fig))
+    assert_inside_the_figure(fig)
     axes[0, 0].set_xlim(-0.5, 1.5)
     assert {ax.get_xlim() for ax in axes.flat} == {(-0.5, 1.5)}
-    assert fig.get_figwidth() == style.WIDTHS["text"]
-    assert_apart([ax.title for ax in axes[0]])
-    assert_inside_the_figure(fig)
 
 
 def test_the_grid_of_densities_leaves_out_a_checkpoint_that_has_none() -> None:
-    fig = plots.density_grid(pd.concat([densities(), table(("sink_mass",), gauge="mean").assign(at="")]))
-    assert [ax.get_title() for ax in fig.axes[4:]] == [""] * 5
-    assert {ax.get_title().split("\n")[0] for ax in fig.axes[:4]} == set(DEPTHS)
+    some = densities().query("checkpoint != 'gemma3-270m'")
+    fig = plots.density_grid(pd.concat([some, table(("sink_mass",), gauge="mean").assign(at="")]))
+    assert len(fig.axes) == 11  # with the colour bar
+    titles = tuple(ax.get_title() for ax in fig.axes[:5])
+    assert titles == (*NARROW[:2], *NARROW[3:])
 
 
-@pytest.mark.parametrize("module", [plots, plots_theory, style], ids=["plots", "plots_theory", "style"])
+def test_the_grid_of_spectra_has_a_panel_per_checkpoint_and_a_bar_of_depth() -> None:
+    fig = plots.spectrum_grid(spectra(), "schmidt_spectrum", "rank")
+    *axes, bar = fig.axes
+    assert tuple(ax.get_title() for ax in axes) == NARROW
+    assert [ax.get_ylabel() for ax in axes] == [plots.LABELS["schmidt_spectrum"], *[""] * 5]
+    assert (fig.get_supxlabel(), bar.get_ylabel(), bar.get_ylim()) == ("rank", "relative depth", (0, 1))
+    (legend,) = fig.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["Gaussian O, V (mean over layers)"]
+    solids = next(mesh for mesh in bar.collections if mesh.get_array() is not None)
+    for ax, name in zip(axes, ORDER, strict=True):
+        *curves, law = ax.lines
+        np.testing.assert_allclose([curve.get_ydata() for curve in curves], expected_spectrum(name, "trained"))
+        np.testing.assert_allclose(law.get_ydata(), expected_spectrum(name, "gaussian").mean(0))
+        depths = np.linspace(0, 1, DEPTHS[name])
+        colours = [to_rgba(curve.get_color()) for curve in curves]
+        np.testing.assert_allclose(colours, solids.to_rgba(depths), atol=0.02)  # the bar is right for all
+        assert ax.get_ylim() == axes[0].get_ylim()
+    assert_apart(drawn_texts(fig))
+    assert_inside_the_figure(fig)
+
+
+def test_the_grid_of_pairs_is_empty_where_token_0_is_not_removed() -> None:
+    fig = plots.pairs_grid(pairs(), 0.2)
+    *panels, bar = fig.axes
+    axes = np.array(panels).reshape(3, 6)
+    assert tuple(ax.get_title() for ax in axes[0]) == NARROW
+    assert [ax.get_ylabel() for ax in axes[:, 0]] == ["trained\nlayer", "Gaussian O, V\nlayer", ""]
+    assert [ax.get_ylabel() for ax in axes[2]] == ["", "", "token 0 removed\nlayer", "", "", ""]
+    assert (fig.get_supxlabel(), bar.get_ylabel(), bar.get_ylim()) == ("layer", "operator cosine", (-0.2, 0.2))
+    for row, source in zip(axes, ("trained", "gaussian", "sinkless"), strict=True):
+        for ax, name in zip(row, ORDER, strict=True):
+            if source == "sinkless" and CHECKPOINTS[name] == "encoder":
+                assert not ax.axison and not ax.has_data() and not ax.texts
+                continue
+            (mesh,) = ax.collections
+            assert mesh.get_array()[1, 0] == pytest.approx(cosine(name, source, 1, 0))
+            assert (mesh.norm.vmin, mesh.norm.vmax) == bar.get_ylim()  # the bar is right for all
+            assert mesh.cmap.name == next(m for m in bar.collections if m.get_array() is not None).cmap.name
+    assert_apart(drawn_texts(fig))
+    assert_inside_the_figure(fig)
+
+
+def test_the_grid_of_pairs_has_no_row_for_what_was_not_measured() -> None:
+    fig = plots.pairs_grid(pairs().query("kind == 'encoder'"))
+    assert [ax.get_ylabel() for ax in fig.axes] == ["trained\nlayer", "", "Gaussian O, V\nlayer", "", "operator cosine"]
+
+
+@pytest.mark.parametrize("module", [plots, plots_claims, plots_theory, style], ids=lambda module: module.__name__)
 def test_plots_know_nothing_of_models(module: ModuleType) -> None:
     allowed = {"matplotlib", "numpy", "pandas", "seaborn"} | set(sys.stdlib_module_names)
     for node in ast.walk(ast.parse(inspect.getsource(module))):
@@ -445,4 +570,4 @@ def test_plots_know_nothing_of_models(module: ModuleType) -> None:
         elif isinstance(node, ast.ImportFrom) and node.module == "cwlib":
             assert {alias.name for alias in node.names} == {"style"}
         elif isinstance(node, ast.ImportFrom):
-            assert node.module.split(".")[0] in allowed
+            assert node.module.split(".")[0] in allowed or node.module == "cwlib.plots"

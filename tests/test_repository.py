@@ -26,10 +26,10 @@ ORDER = [
     *("_types", "validation", "checks", "cores", "blocks", "walk", "edges", "measures", "laplacian"),
     *("holonomy", "spectra", "synthetic", "nulls", "dense", "theorems_balance", "theorems_laplacian"),
     *("theorems_causal", "theorems_transport", "theorems_holonomy", "theorems", "exact"),
-    *("metrics_graph", "metrics_transport", "metrics_spectrum", "metrics", "corpus"),
-    *("catalogue", "loading", "fetch", "sources", "tiny", "checkpoints", "architectures", "capture"),
-    *("statistics", "cells", "workers", "study", "claims", "style", "verify"),
-    *("plots_theory", "plots", "chain", "__main__"),
+    *("metrics_graph", "metrics_transport", "metrics_spectrum", "metric", "metrics", "corpus"),
+    *("catalogue", "loading", "fetch", "sources", "tiny", "checkpoints", "quantise", "architectures", "capture"),
+    *("statistics", "cells", "workers", "study", "effects", "claims", "verdicts", "style", "verify"),
+    *("plots_theory", "plots", "plots_claims", "chain", "__main__"),
 ]
 TOP_LEVEL = {
     *("README.md", "environment.yml", "Makefile", "pyproject.toml", "LICENSE", "CITATION.cff"),
@@ -176,9 +176,9 @@ def test_imports_point_upwards(name: str) -> None:
 @pytest.mark.parametrize(
     ("library", "allowed"),
     [
-        ("transformers", {"loading", "fetch", "tiny", "checkpoints", "architectures", "capture"}),
-        ("matplotlib", {"style", "plots", "plots_theory"}),
-        ("seaborn", {"style", "plots"}),
+        ("transformers", {"loading", "fetch", "tiny", "checkpoints", "quantise", "architectures", "capture"}),
+        ("matplotlib", {"style", "plots", "plots_claims", "plots_theory"}),
+        ("seaborn", {"style", "plots", "plots_claims"}),
         ("papermill", {"chain"}),
     ],
 )
@@ -187,7 +187,7 @@ def test_library_is_confined(library: str, allowed: set[str]) -> None:
     assert users and users <= allowed
 
 
-@pytest.mark.parametrize("name", ["style", "plots", "plots_theory"])
+@pytest.mark.parametrize("name", ["style", "plots", "plots_claims", "plots_theory"])
 def test_plots_know_nothing_of_tensors(name: str) -> None:
     assert not {"torch", "transformers", "cwlib.walk", "cwlib.study"} & imports(name)
 
