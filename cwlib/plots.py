@@ -115,10 +115,9 @@ def broken(name: str) -> str:
     return name.replace("-", "-\n", 1) if len(name) > 13 else name
 
 
-def _titles(row: Sequence[Axes], table: pd.DataFrame, checkpoints: Sequence[str]) -> None:
-    kinds = table.drop_duplicates("checkpoint").set_index("checkpoint")["kind"]
+def _titles(row: np.ndarray, table: pd.DataFrame, checkpoints: Sequence[str]) -> None:
+    kinds, narrow = table.drop_duplicates("checkpoint").set_index("checkpoint")["kind"], len(checkpoints) > 4
     for ax, name in zip(row, checkpoints, strict=True):
-        narrow = len(checkpoints) > 4
         ax.set_title(f"{broken(name) if narrow else name}\n({kinds[name]})", fontsize="small" if narrow else None)
 
 
@@ -201,16 +200,17 @@ def plot_spectrum(ax: Axes, table: pd.DataFrame, checkpoint: str, metric: str, n
         curve = trained[depth]
         ax.plot(curve.index, curve, color=plt.get_cmap("cividis")(0.95 * depth), linewidth=0.8, label="trained")
     law = rows[rows["source"] == null].groupby("at")["value"].mean()
-    ax.plot(law.index, law, **(NULLS[null] | {"color": "#777777", "linewidth": 2.2, "linestyle": (0, (1, 0.8))}))
+    look = {"label": NULLS[null]["label"], "color": "#777777", "linewidth": 2.2, "linestyle": (0, (1, 0.8))}
+    ax.plot(law.index, law, zorder=1, **look)  # under the thin curves
     ax.set_yscale("log")
+    ax.xaxis.set_major_locator(MaxNLocator(3, integer=True))
     return ax
 
 
 def spectrum_grid(table: pd.DataFrame, metric: str, xlabel: str, null: str = "gaussian") -> Figure:
     """A row of `plot_spectrum`, one panel per checkpoint, with a colour bar of depth."""
     names = columns(table, metric)
-    size = style.WIDTHS["text"], 2.4
-    fig, axes = plt.subplots(1, len(names), figsize=size, sharey=True, squeeze=False)
+    fig, axes = plt.subplots(1, len(names), figsize=(style.WIDTHS["text"], 2.4), sharey=True, squeeze=False)
     for ax, checkpoint in zip(axes[0], names, strict=True):
         plot_spectrum(ax, table, checkpoint, metric, null)
     axes[0, 0].set_ylabel(LABELS.get(metric, metric))
@@ -219,7 +219,7 @@ def spectrum_grid(table: pd.DataFrame, metric: str, xlabel: str, null: str = "ga
     scale = plt.cm.ScalarMappable(Normalize(0, 1 / 0.95), "cividis")
     bar = fig.colorbar(scale, ax=axes, label="relative depth", fraction=0.02, ticks=[0, 0.5, 1])
     bar.ax.set_ylim(0, 1)
-    handle = axes[0, 0].get_legend_handles_labels()[0][-1]
+    handle = axes[0, 0].lines[-1]
     fig.legend([handle], [f"{NULLS[null]['label']} (mean over layers)"], loc="outside upper center", frameon=False)
     return fig
 
@@ -228,14 +228,15 @@ def plot_pairs(ax: Axes, table: pd.DataFrame, checkpoint: str, source: str, limi
     """Draw the operator cosine of every pair of layers of one checkpoint, from -``limit`` to ``limit``."""
     rows = table[(table["metric"] == "layer_cosines") & (table["checkpoint"] == checkpoint)]
     rows = rows[rows["source"] == source].assign(at=lambda r: r["at"].astype(float).astype(int))
-    matrix = np.full((rows["layer"].max() + 1,) * 2, np.nan)  # nothing on the diagonal, where it is one
-    for later, earlier in ((rows["layer"], rows["at"]), (rows["at"], rows["layer"])):
-        matrix[later, earlier] = rows["value"]
-    mesh = ax.pcolormesh(matrix, cmap="RdBu_r", vmin=-limit, vmax=limit, rasterized=True)
+    means = rows.groupby(["layer", "at"])["value"].mean()
+    layers, earlier = (means.index.get_level_values(n).to_numpy(int) for n in (0, 1))
+    matrix = np.full((layers.max(initial=0) + 1,) * 2, np.nan)  # nothing on the diagonal, where it is one
+    matrix[layers, earlier] = matrix[earlier, layers] = means
+    edges = np.arange(len(matrix) + 1) - 0.5
+    mesh = ax.pcolormesh(edges, edges, matrix, cmap="RdBu_r", vmin=-limit, vmax=limit, rasterized=True)
     ax.set_aspect("equal")
     ax.invert_yaxis()
-    for axis in (ax.xaxis, ax.yaxis):
-        axis.set_major_locator(MaxNLocator(3, integer=True))
+    ax.locator_params(nbins=3, integer=True)
     return mesh
 
 

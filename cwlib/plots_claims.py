@@ -22,7 +22,7 @@ VERDICT_COLOURS = {  # fixed order, light enough for black text; the word is pri
     "mixed": "#FFE699",
     "supported": "#9DC3E6",
 }
-NULL_MARKS = {"gaussian": "|", "init": "x", "shuffled": "+", "sinkless": "1"}
+NULL_MARKS = {"gaussian": "2", "init": "x", "shuffled": "+", "sinkless": "1"}
 NULL_NAMES = {
     "gaussian": "Gaussian O, V",
     "init": "random initialisation",
@@ -154,7 +154,7 @@ def plot_verdicts(ax: Axes, words: pd.DataFrame) -> Axes:
     sns.heatmap(
         codes,
         ax=ax,
-        annot=words,
+        annot=words.replace("not testable here", "not testable\nhere"),
         fmt="",
         cmap=ListedColormap(list(VERDICT_COLOURS.values())),
         vmin=-0.5,
