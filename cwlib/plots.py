@@ -200,8 +200,8 @@ def plot_spectrum(ax: Axes, table: pd.DataFrame, checkpoint: str, metric: str, n
         curve = trained[depth]
         ax.plot(curve.index, curve, color=plt.get_cmap("cividis")(0.95 * depth), linewidth=0.8, label="trained")
     law = rows[rows["source"] == null].groupby("at")["value"].mean()
-    look = {"label": NULLS[null]["label"], "color": "#777777", "linewidth": 2.2, "linestyle": (0, (1, 0.8))}
-    ax.plot(law.index, law, zorder=1, **look)  # under the thin curves
+    look = {"label": NULLS[null]["label"], "color": "#777777", "linewidth": 1.6, "linestyle": (0, (1, 0.8))}
+    ax.plot(law.index, law, **look)
     ax.set_yscale("log")
     ax.xaxis.set_major_locator(MaxNLocator(3, integer=True))
     return ax

@@ -1,13 +1,12 @@
 """Where the cells of a study are computed: in this process, in several on this machine, or on a Dask cluster."""
 
-import ctypes
 import gc
 import multiprocessing
 import os
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait as wait_for
 from threading import Thread
@@ -17,7 +16,7 @@ import torch
 
 from cwlib.architectures import AttentionLayer, attention_layers
 from cwlib.catalogue import CATALOGUE
-from cwlib.cells import Cell, evaluate, open_weights, provenance
+from cwlib.cells import Cell, evaluate, open_weights, provenance, release_memory
 from cwlib.checkpoints import Checkpoint
 from cwlib.cores import HeadTransports
 from cwlib.quantise import SCHEMES
@@ -48,17 +47,11 @@ def _opened(cell: Cell, device: str) -> _Opened:
     key = (*weights_of(cell), cell.sha256, cell.setup, cell.dtype, device)
     if key not in _OPENED:
         _OPENED.clear()  # before the next is read: two large models need not fit
-        _release_memory()
+        gc.collect()
+        release_memory()
         checkpoint = open_weights(*weights_of(cell), device, cell.dtype)
         _OPENED[key] = _Opened(checkpoint, attention_layers(checkpoint.model))
     return _OPENED[key]
-
-
-def _release_memory() -> None:
-    """Give back to the system what is free; glibc would keep it, gigabytes after a large model."""
-    gc.collect()
-    with suppress(OSError, AttributeError):  # another C library
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def work(cell: Cell, device: str) -> Result:
@@ -78,8 +71,6 @@ def work(cell: Cell, device: str) -> Result:
     except ValueError as error:
         where = "" if cell.passage is None else f", passage {cell.passage_name}"
         raise ValueError(f"checkpoint {cell.checkpoint}{where}: {error}") from error
-    finally:
-        _release_memory()
     return cell, rows, provenance(cell, opened.checkpoint)
 
 
