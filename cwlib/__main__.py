@@ -120,6 +120,9 @@ def _clean_errors() -> Iterator[None]:
         hint = "; what was computed is kept: mend this and run again" if isinstance(error, OSError) else ""
         typer.echo(f"error: {error}{hint}", err=True)
         raise typer.Exit(1) from error
+    except KeyboardInterrupt as error:
+        typer.echo("stopped; what was computed is kept: run again to go on", err=True)
+        raise typer.Exit(130) from error
 
 
 if __name__ == "__main__":

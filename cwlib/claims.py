@@ -13,9 +13,9 @@ weights minus that of a null, on the same passages.
 ``mixed``           it moves the claimed way, but one of the other conditions fails
 ``not supported``   it does not move the claimed way
 
-A verdict on weights that are stored in a few bits is marked *fragile* if moving every number by the largest shift that
-rounding causes in the control (`cwlib.effects.rounding_table`) could change it; one on a checkpoint of the control, if
-the rounded weights get another.
+A verdict on weights that are stored in a few bits is marked *fragile* if it could change when the rank correlation, and
+every change and every late value, are moved up or down by the largest shift that rounding causes in the control; one on
+a checkpoint of the control, if the rounded weights get another.
 
 C3 fits, within encoders and within decoders, the slope of the gain over the null that is hardest to beat against log10
 parameters: supported if its interval over models is above zero, mixed if only the slope is, and not testable here with
@@ -26,6 +26,7 @@ A checkpoint, and then the claim, takes the verdict its parts agree on, and is m
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 import pandas as pd
@@ -113,10 +114,11 @@ class Case:
         """The null with the least gain."""
         return min(self.gains, key=lambda null: self.gains[null].mean)
 
-    def moved(self, change: float, late: float) -> "Case":
-        """The same after every change and every late value moved."""
+    def moved(self, rho: float, change: float, late: float) -> "Case":
+        """The same after the rank correlation, every change and every late value moved."""
+        trend = self.trend
         return Case(
-            self.trend,
+            Trend(trend.rho + rho, trend.low + rho, trend.high + rho, trend.passages),
             self.change.moved(change),
             {null: gain.moved(change) for null, gain in self.gains.items()},
             self.sinkless and self.sinkless.moved(change),
@@ -191,13 +193,31 @@ def evidence_table(table: pd.DataFrame) -> pd.DataFrame:
     for claim in (CLAIMS["C1"], CLAIMS["C2"]):
         for evidence in claim.evidence:
             chosen = (table["metric"] == evidence.metric) & (table["gauge"] == evidence.gauge)
+            rank = _rank_shift(table[chosen])
             for checkpoint, rows in table[chosen].groupby("checkpoint"):
                 if rows[rows["source"] == "trained"]["layer"].nunique() >= 3:
-                    lines.append(_line(claim, evidence, checkpoint, rows, shifts))
+                    try:
+                        lines.append(_line(claim, evidence, checkpoint, rows, shifts, rank))
+                    except ValueError as error:
+                        raise ValueError(f"table: {evidence.metric} of {checkpoint}: {error}") from error
+    if not lines:
+        raise ValueError("table: expected at least three layers of a metric that a claim rests on, found none")
     return pd.DataFrame(lines)
 
 
-def _line(claim: Claim, evidence: Evidence, checkpoint: str, rows: pd.DataFrame, shifts: pd.DataFrame) -> dict:
+def _rank_shift(rows: pd.DataFrame) -> float:
+    """The most that rounding moves the rank correlation of a metric, over the checkpoints of the control."""
+    shifts = [0.0]
+    for _, mine in rows[rows["source"].isin(("trained", *SCHEMES))].groupby("checkpoint"):
+        if mine["source"].nunique() > 1 and mine["layer"].nunique() >= 3:
+            rho = {source: depth_trend(group).rho for source, group in mine.groupby("source")}
+            shifts += [abs(rho[scheme] - rho["trained"]) for scheme in SCHEMES if scheme in rho]
+    return float(np.nanmax(shifts))
+
+
+def _line(
+    claim: Claim, evidence: Evidence, checkpoint: str, rows: pd.DataFrame, shifts: pd.DataFrame, rank: float
+) -> dict:
     case = _case(rows, evidence, claim.beyond_nulls)
     verdict, shift, fragile = judge(case), np.nan, False
     rounded = [scheme for scheme in SCHEMES if scheme in set(rows["source"])]
@@ -207,7 +227,8 @@ def _line(claim: Claim, evidence: Evidence, checkpoint: str, rows: pd.DataFrame,
         mine = shifts[(shifts["metric"] == evidence.metric) & (shifts["gauge"] == evidence.gauge)]
         if len(mine):
             shift, late = mine["change_shift"].abs().max(), mine["late_shift"].abs().max()
-            fragile = any(judge(case.moved(sign * shift, sign * late)) != verdict for sign in (1, -1))
+            ways = product((rank, -rank), ((shift, late), (-shift, -late)))
+            fragile = any(judge(case.moved(rho, *size)) != verdict for rho, size in ways)
     nothing = Estimate(np.nan, np.nan, np.nan, np.nan)
     gain = case.gains[case.hardest] if case.gains else nothing
     gap = min(case.gaps.values(), key=lambda gap: gap.mean, default=nothing)

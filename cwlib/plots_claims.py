@@ -64,7 +64,8 @@ def changes_grid(evidence: pd.DataFrame, effects: pd.DataFrame) -> Figure:
     fig, axes = plt.subplots(1, len(metrics), figsize=(style.WIDTHS["text"], 2.6), sharey=True, squeeze=False)
     for ax, metric in zip(axes[0], metrics, strict=True):
         plot_changes(ax, evidence, effects, metric)
-    fig.supxlabel("change, last minus first third of layers (right of zero: as claimed)", fontsize="medium")
+    about = "right of zero: as claimed; filled: supported"
+    fig.supxlabel(f"change, last minus first third of layers ({about})", fontsize="medium")
     _legend(fig, axes)
     return fig
 

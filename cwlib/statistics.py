@@ -58,6 +58,7 @@ def estimate(values: pd.Series, seed: int = 0) -> Estimate:
     seed : int
         Of the bootstrap.
     """
+    values = values.dropna()
     mean = float(values.mean()) if len(values) else np.nan
     if len(values) < 2:
         edge = mean if list(values.index) == [WEIGHTS] else np.nan

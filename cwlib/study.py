@@ -9,6 +9,7 @@ a rerun computes only what is missing.
 import hashlib
 import json
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -48,8 +49,8 @@ def committed(folder: Path) -> tuple[pd.DataFrame, pd.DataFrame] | None:
     """
     if not (folder / "study.csv").exists() or not (folder / "cells.csv").exists():
         return None
-    table = _read(folder / "study.csv", {"seed": int, "layer": int, "at": str, "value": float}, ROW)
-    cells = _read(folder / "cells.csv", {"seed": int}, [*IDENTITY, "key", "digest"])
+    table = _read(folder / "study.csv", {"seed": int, "layer": int, "at": str, "value": float}, [*ROW, "value"])
+    cells = _read(folder / "cells.csv", {"seed": int}, [*IDENTITY, "key", "digest", "kind", "stored_as", "parameters"])
     digests = {identity: _digest(rows) for identity, rows in table.groupby(IDENTITY)}
     whole = [digests.get(tuple(c[i] for i in IDENTITY)) == c["digest"] for _, c in cells.iterrows()]
     return table[[*ROW, "value"]], cells.assign(whole=whole)
@@ -73,6 +74,8 @@ def _read(path: Path, types: dict[str, type], columns: list[str]) -> pd.DataFram
         if "at" in columns and "at" not in frame:
             frame = frame.assign(at="")  # an older table: digests of its cells differ, so they are computed anew
         frame[columns]
+        if frame.empty:
+            raise ValueError("no rows")
     except (ValueError, KeyError) as error:
         raise ValueError(f"folder: {path} is damaged ({error}); restore it, or delete it to compute it anew") from error
     return frame
@@ -95,6 +98,13 @@ def _stored(work: Path, cell: Cell) -> tuple[pd.DataFrame, pd.DataFrame] | None:
     # as the table holds it, so that a number is the same whether it was computed or read
     rows = rows.assign(**name, value=[float(f"{v:.6g}") for v in rows["value"]])
     return rows, pd.DataFrame([origin | name | {"digest": _digest(rows)}])
+
+
+def corpus_of(profile: str | Path | Sequence[str | Path]) -> Sequence[Passage]:
+    """The texts that a profile is measured on unless others are given: a few words for tiny models, else the corpus."""
+    if profile == "smoke":  # tiny models count bytes as tokens
+        return [replace(p, text=p.text[:60]) for p in passages()[:2]]
+    return passages()
 
 
 def run(
@@ -155,10 +165,7 @@ def run(
         control = ()
         if not names:
             raise ValueError("profile: expected a profile or at least one checkpoint, got none")
-    if texts is None:
-        texts = passages()
-        if profile == "smoke":  # tiny models count bytes as tokens
-            texts = [replace(p, text=p.text[:60]) for p in texts[:2]]
+    texts = corpus_of(profile) if texts is None else texts
     if not all(isinstance(p, Passage) for p in texts):
         raise ValueError("texts: expected passages; read your files with cwlib.corpus.read_passages(path)")
     if len({p.name for p in texts}) < len(texts):
@@ -214,17 +221,23 @@ def _compute(
 
 
 def load(folder: str | Path) -> pd.DataFrame:
-    """Read a study's table, with each checkpoint's ``kind`` and the relative ``depth`` (0 first, 1 last) beside it.
+    """Read a study's table, with each checkpoint's ``kind`` and ``stored_as`` and the relative ``depth`` in [0, 1].
+
+    Warns if some rows are not those that were written.
 
     Raises
     ------
     ValueError
-        If the folder holds no study.
+        If the folder holds no study, or a file of it cannot be read.
     """
-    found = _committed(Path(folder))
+    found = committed(Path(folder))
     if found is None:
         raise ValueError(f"folder: expected study.csv and cells.csv in {folder}, found none; run cwlib.study.run first")
     table, cells = found
+    if not cells["whole"].all():
+        altered = cells[~cells["whole"]][IDENTITY].astype(str).agg(" ".join, axis=1)
+        which = f"{'; '.join(altered[:5])}{' ...' if len(altered) > 5 else ''}"
+        warnings.warn(f"{folder}: rows of {len(altered)} cells are not those that were written: {which}", stacklevel=2)
     own = cells[cells["source"] == "trained"]  # and not a copy that was rounded
     for fact in ("kind", "stored_as"):
         table[fact] = table["checkpoint"].map(dict(zip(own["checkpoint"], own[fact], strict=True)))
@@ -235,7 +248,8 @@ def load(folder: str | Path) -> pd.DataFrame:
 COLUMNS = {
     "checkpoint": "catalogue name, folder or hub id",
     "source": "trained, or a null: gaussian (O_h, V_h drawn at random), init (random initialisation), "
-    "shuffled (attention dealt out to the heads anew), sinkless (decoders: token 0 removed)",
+    "shuffled (attention dealt out to the heads anew), sinkless (decoders: token 0 removed); or trained weights "
+    "rounded to a format of gguf: q4_1, q5_0",
     "seed": "seed of a null; 0 for trained weights",
     "passage": f"text of the corpus; {WEIGHTS}: the value depends on weights only",
     "layer": "attention layer from 0; a step is filed under the later of its two layers",
@@ -246,10 +260,23 @@ COLUMNS = {
     "key": "cells.csv: content address of a cell; a new one means that it is computed again",
     "stored_as": "cells.csv: precision of the weights on disk; they are expanded to dtype before the model runs",
     "digest": "cells.csv: hash of the cell's rows in study.csv, which tells whether they are whole",
-    "rho": "evidence.csv: Spearman correlation of the metric with depth; low, high: 95% bootstrap over passages",
+    "sha256, parameters, dtype, device, threads, torch, transformers": "cells.csv: of the weights, and with what a "
+    "cell was computed",
+    "late, change": "effects.csv: trained mean over the last third of layers, and that minus the first third's; "
+    "null_late, null_change: of the null",
+    "late_gap, change_gap": "effects.csv: trained minus null; low, high: 95% interval over shared passages; effect: "
+    "mean over standard deviation between passages",
+    "size, shift": "rounding.csv: mean absolute trained value, and mean absolute difference that rounding "
+    "makes; late_shift, change_shift: of the last third, and of the change, with sign; null_distance: a yardstick",
+    "rho": "evidence.csv: Spearman correlation of the metric with depth; low, high: 95% bootstrap over passages; it "
+    "and what follows are positive where the claim has it so",
     "passages": "evidence.csv: number of passages resampled; 0: depends on weights only, no interval",
-    "null_rho": "evidence.csv: the same in the random initialisation that does best in the claimed direction",
-    "deep": "evidence.csv: mean over the last third of layers, on the passages of the nulls; null_deep: the best null",
+    "sinkless, gain, gap": "evidence.csv: change without token 0; change minus that of the null that is hardest to "
+    "beat, named by null; late layers minus those of the hardest null; each with low and high",
+    "verdict, fragile": "evidence.csv: by the rules in cwlib/claims.py; whether rounding could change it, where shift "
+    "is what it may move a change by",
+    "group, slope": "scale.csv: checkpoints compared, and the slope of the gain over log10 parameters; low, high: 95% "
+    "over models; text_low, text_high: over passages",
     "H, d, d_head, n_kv": "heads, dimension of a token's vector, of a head, number of value heads",
     "s, r": "singular values of a map, and the largest rank that its shape allows",
     "T_h, T, Omega_ij": "O_h V_h of head h; their sum over heads; transport of the edge j -> i",
@@ -261,6 +288,8 @@ COLUMNS = {
 
 def glossary() -> pd.DataFrame:
     """What every column, symbol and metric means."""
-    columns = [(name, "column" if name.isidentifier() else "symbol", "", text) for name, text in COLUMNS.items()]
+    tables = ("cells.csv", "effects.csv", "rounding.csv", "evidence.csv", "scale.csv")
+    kinds = {n: "column" if n.isidentifier() or text.startswith(tables) else "symbol" for n, text in COLUMNS.items()}
+    columns = [(name, kinds[name], "", text) for name, text in COLUMNS.items()]
     metrics = [(m.name, m.about, m.range, m.description) for m in METRICS.values()]
     return pd.DataFrame(columns + metrics, columns=["name", "about", "range", "meaning"])

@@ -195,7 +195,14 @@ def save_figure(fig: Figure, name: str, folder: Path | None = None, notebook: st
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Return the manifest of a folder of figures: name -> notebook, sha256 by file, packages, threads."""
     path = folder / "manifest.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        [entry["sha256"].items() for entry in manifest.values()]
+    except (ValueError, AttributeError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"folder: {path} is damaged ({error}); restore it, or delete it and make the figures"
+        ) from error
+    return manifest
 
 
 def write_atomically(path: Path, content: bytes) -> None:

@@ -66,7 +66,7 @@ def scale_table(table: pd.DataFrame, evidence: pd.DataFrame, parameters: dict[st
         for (claim, metric), mine in evidence[evidence["checkpoint"].isin(names)].groupby(["claim", "metric"]):
             size = np.log10([parameters[c] for c in mine["checkpoint"]])
             line = {"group": group, "rests on": claim, "metric": metric, "models": len(mine)}
-            if len(mine) < 2 or (mine["null"] == "").any():
+            if len(mine) < 2 or (mine["null"] == "").any() or np.ptp(size) == 0:
                 blank = dict.fromkeys(("slope", "low", "high", "text_low", "text_high"), np.nan)
                 lines.append(line | blank | {"verdict": NOT_TESTABLE})
                 continue
@@ -93,7 +93,8 @@ def verdict_table(evidence: pd.DataFrame, scale: pd.DataFrame) -> pd.DataFrame:
     evidence, scale : pandas.DataFrame
         From `evidence_table` and `scale_table`.
     """
-    order = evidence[["kind", "checkpoint"]].drop_duplicates().sort_values(["kind", "checkpoint"])
+    order = evidence[["kind", "checkpoint"]].drop_duplicates()
+    order = order.sort_values(["kind", "checkpoint"], ascending=[False, True])  # encoders first
     lines = []
     for claim in CLAIMS.values():
         per = {}

@@ -2,6 +2,7 @@
 
 import hashlib
 import random
+import warnings
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
@@ -11,7 +12,7 @@ from tqdm import tqdm
 
 from cwlib import study
 from cwlib.cells import IDENTITY, ROW, plan
-from cwlib.corpus import Passage, passages
+from cwlib.corpus import Passage
 from cwlib.metrics import METRICS
 from cwlib.style import read_manifest
 from cwlib.verdicts import derived_tables
@@ -86,8 +87,8 @@ def verify(
     profile : str
         Of `cwlib.study.PROFILES`.
     full : bool
-        All cells; by default a sample of one cell on a text per checkpoint, and every cell whose rows are not those
-        that its line of cells.csv speaks of.
+        All cells; by default a sample of one cell on a text and one of the weights alone per checkpoint, and every
+        cell whose rows are not those that its line of cells.csv speaks of.
     seed : int
         Of the sample.
     device : str
@@ -98,24 +99,27 @@ def verify(
     Raises
     ------
     ValueError
-        If there is no study, or the profile is unknown.
+        If there is no study, the profile is unknown, or a file is damaged.
     """
     folder = Path(folder)
     found = study.committed(folder)
-    if found is None or profile not in study.PROFILES:
-        known = ", ".join(study.PROFILES)
-        raise ValueError(f"folder, profile: expected a study and one of {known}, got {folder} and {profile!r}")
+    if not isinstance(profile, str) or profile not in study.PROFILES:
+        raise ValueError(f"profile: expected one of {', '.join(study.PROFILES)}, got {profile!r}")
+    if found is None:
+        raise ValueError(f"folder: expected study.csv and cells.csv in {folder}, found none; run the study first")
     table, origin = found
     names, control = study.PROFILES[profile]
-    planned = plan(names, texts or passages(), control, device)
+    planned = plan(names, study.corpus_of(profile) if texts is None else texts, control, device)
     whole = dict(zip(origin["key"], origin["whole"], strict=True))
     missing = [cell for cell in planned if not whole.get(cell.key, False)]
     chosen = {cell.key: cell for cell in (planned if full else missing)}
     if not full:
         draw = random.Random(seed)
         for name in sorted({cell.checkpoint for cell in planned}):
-            cell = draw.choice([c for c in planned if c.checkpoint == name and c.passage is not None])
-            chosen[cell.key] = cell
+            mine = [c for c in planned if c.checkpoint == name]
+            for cells in ([c for c in mine if c.passage is not None], [c for c in mine if c.passage is None]):
+                cell = draw.choice(cells)
+                chosen[cell.key] = cell
     parts = []
     for cell, rows, _ in tqdm(results(list(chosen.values()), device, ()), total=len(chosen), unit="cell"):
         identity = [cell.checkpoint, cell.source, cell.seed, cell.passage_name]
@@ -125,12 +129,13 @@ def verify(
     names = [(c.checkpoint, c.source, c.seed, c.passage_name) for c in missing]
     damaged = pd.DataFrame(names, columns=IDENTITY)
     rows = rows.assign(agrees=_agree(rows, table, damaged))
-    return Verification(rows, damaged, _parts(folder, rows), len(planned))
+    return Verification(rows, damaged, _parts(folder, rows, {cell.checkpoint for cell in planned}), len(planned))
 
 
 def _agree(rows: pd.DataFrame, table: pd.DataFrame, damaged: pd.DataFrame) -> pd.Series:
     size = table.assign(value=table["value"].abs()).groupby("metric")["value"].max()
-    share = {name: SPECTRUM if METRICS[name].about == "spectrum" else ABSOLUTE for name in size.index}
+    spectra = {name for name, metric in METRICS.items() if metric.about == "spectrum"}
+    share = {name: SPECTRUM if name in spectra else ABSOLUTE for name in size.index}
     near_zero = rows["metric"].map(size) * rows["metric"].map(share)
     # In a cell that was tampered with, small numbers are no excuse.
     suspect = rows[IDENTITY].merge(damaged, how="left", indicator=True)["_merge"].eq("both").to_numpy()
@@ -140,26 +145,41 @@ def _agree(rows: pd.DataFrame, table: pd.DataFrame, damaged: pd.DataFrame) -> pd
     return close.where(rows["metric"] != "t2_residual", rounding)
 
 
-def _parts(folder: Path, rows: pd.DataFrame) -> pd.DataFrame:
-    """Claims and tables: they follow from the rows, which were reproduced. Figures: those of the manifest."""
+def _parts(folder: Path, rows: pd.DataFrame, measured: set[str]) -> pd.DataFrame:
+    """Claims and tables: they follow from the rows, which were reproduced. Figures: those of the manifest.
+
+    Derived tables are looked at if there is any of them; a checkpoint that the profile does not have cannot be checked.
+    """
     lines = []
-    written = {path.stem: path for path in folder.glob("*.csv")}
-    tables = {name: frame for name, frame in derived_tables(folder).items() if name in written}
-    for name, frame in tables.items():
-        again = pd.read_csv(StringIO(frame.to_csv(index=False)))  # as it would be written
-        committed = pd.read_csv(written[name])
-        if name == "evidence":
-            for claim, evidence in committed.groupby("claim"):
-                measured = rows[rows["metric"].isin(evidence["metric"])]["agrees"].all()
-                lines.append((claim, measured and _same(evidence, again[again["claim"] == claim])))
-        else:
-            lines.append((f"{name}.csv", _same(committed, again)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of altered rows, which are reported here
+        tables = derived_tables(folder)
+        strangers = sorted(set(study.load(folder)["checkpoint"]) - measured)
+    lines += [(f"checkpoint {name}", False) for name in strangers]
+    if any((folder / f"{name}.csv").exists() for name in tables):
+        for name, frame in tables.items():
+            again, committed = pd.read_csv(StringIO(frame.to_csv(index=False))), _written(folder / f"{name}.csv")
+            if name != "evidence":
+                lines.append((f"{name}.csv", _same(committed, again)))
+                continue
+            for claim, evidence in again.groupby("claim"):
+                mine = committed[committed["claim"] == claim] if "claim" in committed else committed
+                recomputed = rows[rows["metric"].isin(evidence["metric"])]["agrees"]
+                lines.append((claim, len(recomputed) > 0 and recomputed.all() and _same(mine, evidence)))
     figures = folder.parent
     for name, entry in read_manifest(figures).items():
         lines.append((name, all(_sha256(figures / file) == sha for file, sha in entry["sha256"].items())))
     lines.append(("numbers", rows["agrees"].all()))
     verdicts = [(name, "reproduced" if same else "differs") for name, same in lines]
     return pd.DataFrame(verdicts, columns=["claim, table or figure", "verdict"])
+
+
+def _written(path: Path) -> pd.DataFrame:
+    """A derived table as committed; empty if it is missing or cannot be read, and so the same as nothing."""
+    try:
+        return pd.read_csv(path)
+    except (OSError, ValueError):
+        return pd.DataFrame()
 
 
 def _same(committed: pd.DataFrame, again: pd.DataFrame) -> bool:

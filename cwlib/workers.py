@@ -6,6 +6,7 @@ import os
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait as wait_for
@@ -15,7 +16,7 @@ import pandas as pd
 import torch
 
 from cwlib.architectures import AttentionLayer, attention_layers
-from cwlib.catalogue import CATALOGUE
+from cwlib.catalogue import CATALOGUE, CheckpointError
 from cwlib.cells import Cell, evaluate, open_weights, provenance, release_memory
 from cwlib.checkpoints import Checkpoint
 from cwlib.cores import HeadTransports
@@ -156,6 +157,11 @@ def results(cells: Sequence[Cell], device: str, pools: Sequence[Executor]) -> It
                 if pool not in pending.values():
                     feed(pool)
                 yield future.result()
+    except BrokenProcessPool as error:
+        raise CheckpointError(
+            "workers: a process ended before its cell was done, perhaps for want of memory; what was computed is kept: "
+            "run again, with fewer workers"
+        ) from error
     finally:
         for future in pending:
             future.cancel()

@@ -411,9 +411,14 @@ def test_a_verdict_is_fragile_if_rounding_shifts_by_enough_to_change_it(
         assert line["fragile"] == fragile, shift
 
 
-def test_a_trend_in_rank_is_no_matter_of_rounding() -> None:
-    evidence = by_metric(study(stored_as="Q4_1", trained=away), control(100.0))
-    assert set(evidence["verdict"]) == {NOT_SUPPORTED} and not evidence["fragile"].any()
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_rank_correlation_that_rounding_could_turn_is_fragile(turned: bool) -> None:
+    against = shape(np.array([8, 0, 7, 6, 3, 5.5]))  # larger at the end, but falling in rank
+    faint = 1e-6 * DEPTH  # of a control whose ranks turn round, and whose sizes hardly move
+    other = study("control", trained=shape(faint), q4_1=shape(-faint if turned else faint), q5_0=shape(faint))
+    line = by_metric(study(stored_as="Q4_1", trained=against), other).loc["edge_isometry"]
+    assert line["rho"] < 0 < line["change_low"] and line["verdict"] == NOT_SUPPORTED
+    assert line["fragile"] == turned
 
 
 @pytest.mark.claim("C2")
@@ -598,8 +603,8 @@ def test_kinds_are_judged_apart_and_an_untestable_one_does_not_count() -> None:
     table = pd.concat([encoders(0.1, 0.23, 0.3), study("decoder", kind="decoder", trained=pace(-1.0))])
     evidence = evidence_table(table)
     verdicts = verdict_table(evidence, scale_table(table, evidence, SIZES | {"decoder": 10**9}))
-    assert list(verdicts.columns) == ["statement", "decoder", "large", "small", "tiny", "overall"]
-    assert verdicts.loc["C3"].tolist()[1:] == [NOT_TESTABLE, SUPPORTED, SUPPORTED, SUPPORTED, SUPPORTED]
+    assert list(verdicts.columns) == ["statement", "large", "small", "tiny", "decoder", "overall"]  # encoders first
+    assert verdicts.loc["C3"].tolist()[1:] == [SUPPORTED, SUPPORTED, SUPPORTED, NOT_TESTABLE, SUPPORTED]
 
 
 # --- the table of verdicts ----------------------------------------------------------------------------------------

@@ -82,7 +82,8 @@ def test_an_untouched_study_is_reproduced(figures: Path, full: bool) -> None:
     assert found.reproduced and found.damaged.empty
     assert dict(found.parts.to_numpy()) == dict.fromkeys(PARTS, "reproduced")
     cells = found.rows[["checkpoint", "source", "seed", "passage"]].drop_duplicates()
-    assert len(cells) == (found.cells if full else 1)
+    assert len(cells) == (found.cells if full else 2)  # on a text, and of the weights alone
+    assert "-" in set(cells["passage"])
     if full:
         assert {"q4_1", "q5_0"} <= set(cells["source"])
         pd.testing.assert_frame_equal(
@@ -137,13 +138,35 @@ def test_figures_and_tables_that_do_not_follow_from_the_rows_differ(figures: Pat
 
 
 def test_no_study_and_unknown_profiles_are_refused(figures: Path, tmp_path: Path) -> None:
-    for folder, profile in ((tmp_path / "nothing", "smoke"), (figures / "data", "whels")):
-        with pytest.raises(ValueError, match="folder, profile: expected a study and one of smoke, wheels"):
-            verify(folder, profile, texts=TEXTS)
+    with pytest.raises(ValueError, match=r"folder: expected study.csv and cells.csv in .*nothing, found none"):
+        verify(tmp_path / "nothing", "smoke", texts=TEXTS)
+    with pytest.raises(ValueError, match="profile: expected one of smoke, wheels, got 'whels'"):
+        verify(figures / "data", "whels", texts=TEXTS)
+
+
+@pytest.mark.parametrize("gone", ["evidence", "effects", "rounding", "scale", "verdicts"])
+@pytest.mark.parametrize("how", ["deleted", "emptied", "no rows"])
+def test_a_derived_table_that_is_not_there_differs(figures: Path, gone: str, how: str) -> None:
+    path = figures / "data" / f"{gone}.csv"
+    text = {"emptied": "", "no rows": path.read_text().splitlines()[0] + "\n"}.get(how)
+    path.unlink() if text is None else path.write_text(text)
+    found = check(figures)
+    part = "C2" if gone == "evidence" else f"{gone}.csv"
+    assert not found.reproduced and dict(found.parts.to_numpy())[part] == "differs"
+
+
+def test_a_checkpoint_that_the_profile_does_not_have_is_named(figures: Path) -> None:
+    for name in ("study", "cells"):
+        path = figures / "data" / f"{name}.csv"
+        table = pd.read_csv(path, keep_default_na=False, dtype=str)
+        mine = table[table["checkpoint"] == "tiny-bert"].assign(checkpoint="ghost")
+        pd.concat([table, mine]).to_csv(path, index=False)
+    found = check(figures)
+    assert not found.reproduced and dict(found.parts.to_numpy())["checkpoint ghost"] == "differs"
 
 
 def test_the_command_exits_with_one_if_something_differs(figures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cwlib.verify.passages", lambda: TEXTS)
+    monkeypatch.setattr(study, "corpus_of", lambda profile: TEXTS)
     arguments = ["verify", "--profile", "smoke", "--folder", str(figures / "data")]
     assert CliRunner().invoke(app, arguments).exit_code == 0
     row = change(figures, "entropy_rate", 1.01)
