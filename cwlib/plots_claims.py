@@ -14,7 +14,7 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 
 from cwlib import style
-from cwlib.plots import LABELS, broken
+from cwlib.plots import LABELS, NULLS, broken
 
 VERDICT_COLOURS = {  # fixed order, light enough for black text; the word is printed in every cell
     "not testable here": "#E6E6E6",
@@ -23,12 +23,7 @@ VERDICT_COLOURS = {  # fixed order, light enough for black text; the word is pri
     "supported": "#9DC3E6",
 }
 NULL_MARKS = {"gaussian": "2", "init": "x", "shuffled": "+", "sinkless": "1"}
-NULL_NAMES = {
-    "gaussian": "Gaussian O, V",
-    "init": "random initialisation",
-    "shuffled": "heads shuffled",
-    "sinkless": "token 0 removed",
-}
+NULL_NAMES = {null: look["label"] for null, look in NULLS.items()}
 
 
 def plot_changes(ax: Axes, evidence: pd.DataFrame, effects: pd.DataFrame, metric: str) -> Axes:

@@ -129,7 +129,8 @@ def verify(
     names = [(c.checkpoint, c.source, c.seed, c.passage_name) for c in missing]
     damaged = pd.DataFrame(names, columns=IDENTITY)
     rows = rows.assign(agrees=_agree(rows, table, damaged))
-    return Verification(rows, damaged, _parts(folder, rows, {cell.checkpoint for cell in planned}), len(planned))
+    strangers = sorted(set(table["checkpoint"]) - {cell.checkpoint for cell in planned})
+    return Verification(rows, damaged, _parts(folder, rows, strangers), len(planned))
 
 
 def _agree(rows: pd.DataFrame, table: pd.DataFrame, damaged: pd.DataFrame) -> pd.Series:
@@ -145,17 +146,16 @@ def _agree(rows: pd.DataFrame, table: pd.DataFrame, damaged: pd.DataFrame) -> pd
     return close.where(rows["metric"] != "t2_residual", rounding)
 
 
-def _parts(folder: Path, rows: pd.DataFrame, measured: set[str]) -> pd.DataFrame:
+def _parts(folder: Path, rows: pd.DataFrame, strangers: list[str]) -> pd.DataFrame:
     """Claims and tables: they follow from the rows, which were reproduced. Figures: those of the manifest.
 
-    Derived tables are looked at if there is any of them; a checkpoint that the profile does not have cannot be checked.
+    Derived tables are looked at if there is any of them; strangers are checkpoints that the profile does not have, and
+    that cannot be checked.
     """
-    lines = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of altered rows, which are reported here
         tables = derived_tables(folder)
-        strangers = sorted(set(study.load(folder)["checkpoint"]) - measured)
-    lines += [(f"checkpoint {name}", False) for name in strangers]
+    lines = [(f"checkpoint {name}", False) for name in strangers]
     if any((folder / f"{name}.csv").exists() for name in tables):
         for name, frame in tables.items():
             again, committed = pd.read_csv(StringIO(frame.to_csv(index=False))), _written(folder / f"{name}.csv")
