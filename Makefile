@@ -16,8 +16,11 @@ KERNEL_ENVIRONMENT := OMP_NUM_THREADS=2 SOURCE_DATE_EPOCH=1767225600 PYTHONHASHS
 	TOKENIZERS_PARALLELISM=false HF_HUB_DISABLE_TELEMETRY=1 HF_HUB_DISABLE_PROGRESS_BARS=1 \
 	TQDM_DISABLE=1 PYTHONWARNINGS=ignore:IProgress
 
+# the pins of environment.yml, in the form that pip reads
+CONSTRAINTS := mkdir -p build && sed -n 's/^ *- \([A-Za-z0-9._-]*\)\(\[[^]]*\]\)*==\(.*\)$$/\1==\3/p' environment.yml > build/constraints.txt
+
 .DEFAULT_GOAL := help
-.PHONY: help figures test study verify lab lint clean
+.PHONY: help figures test study verify bench lab lint clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
@@ -46,6 +49,11 @@ study: $(INSTALLED) ## Compute figures/data from the checkpoints (PROFILE=wheels
 verify: $(INSTALLED) ## Recompute a sample of the committed numbers and compare (FULL=1: all); exit status 1 if any differs
 	OMP_NUM_THREADS=1 $(PY) -m cwlib verify $(if $(filter-out 0 no false,$(FULL)),--full)
 
+bench: $(INSTALLED) ## Time cwlib beside other ways to the same numbers, into figures/data/bench.csv (DEVICE=cuda; half an hour)
+	@$(CONSTRAINTS)
+	$(PY) -m pip install -q -c build/constraints.txt --no-build-isolation -e '.[bench]'
+	$(PY) -m cwlib bench --folder figures/data $(if $(DEVICE),--device $(DEVICE))
+
 lab: $(INSTALLED) ## Open the notebooks in JupyterLab
 	$(PY) -m jupyterlab --notebook-dir=notebooks
 
@@ -72,8 +80,7 @@ $(INSTALLED):
 	fi
 	@rm -f $(VENV)/installed-*
 	@touch $(VENV)/installing
-	@mkdir -p build
-	@sed -n 's/^ *- \([A-Za-z0-9._-]*\)\(\[[^]]*\]\)*==\(.*\)$$/\1==\3/p' environment.yml > build/constraints.txt
+	@$(CONSTRAINTS)
 	$(PY) -m pip install -c build/constraints.txt setuptools
 	$(PY) -m pip install -c build/constraints.txt --no-build-isolation -e '.[notebooks,dev,distributed]'
 	@mv $(VENV)/installing $@

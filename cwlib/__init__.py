@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from cwlib.cores import HeadTransports
     from cwlib.metrics import METRICS, measure
     from cwlib.walk import ConnectionWalk
+    from cwlib.weights import weight_layers
 
 __version__ = "0.1.0"
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "layers",
     "measure",
     "open_checkpoint",
+    "weight_layers",
 ]
 
 # Loaded when first used: a walk of one's own tensors does not wait for transformers, nor the catalogue for torch.
@@ -38,6 +40,7 @@ _HOME = {
     "layers": "capture",
     "measure": "metrics",
     "open_checkpoint": "checkpoints",
+    "weight_layers": "weights",
 }
 _MODULES = (
     "capture",

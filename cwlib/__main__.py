@@ -84,6 +84,23 @@ def verify(
         raise typer.Exit(1)
 
 
+@app.command()
+def bench(
+    profile: Annotated[str, typer.Option(help="full, or smoke (tiny sizes, to see that it works).")] = "full",
+    device: Annotated[str, typer.Option(help="cpu, cuda ...")] = "cpu",
+    folder: Annotated[Path, typer.Option(help="Where bench.csv and bench.json go.")] = Path("build") / "bench",
+) -> None:
+    """Time cwlib beside other ways to the same numbers, in one run; a table of ratios."""
+    from cwlib import bench as module
+    from cwlib import cost
+
+    with _clean_errors():
+        table = module.run(profile, device, lambda part: print(f"measured: {part}", flush=True))
+        module.write(table, folder, device)
+        print(cost.report(table))
+        print(f"bench.csv and bench.json are in {folder}")
+
+
 def _list() -> None:
     row = "{:<19}{:<9}{:>10}  {:<10}{:<19}{:>11}  {:<8}{}".format
     print(row("name", "kind", "parameters", "precision", "licence", "download/MB", "cached", "sha256"))

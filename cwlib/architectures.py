@@ -6,15 +6,19 @@ raw, as stored; norms before the attention are part of the field, not of the map
 """
 
 import posixpath
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
+from accelerate.utils import align_module_device
 from jaxtyping import Float
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from cwlib.checks import TOLERANCE
 from cwlib.cores import HeadTransports
+from cwlib.kernels import row_sums
 
 
 @dataclass(frozen=True)
@@ -41,30 +45,19 @@ FAMILIES: dict[str, Family] = {
 
 
 @dataclass(frozen=True, eq=False)
-class AttentionLayer:
-    """One attention module of a model, with its factored maps.
+class Maps:
+    """The maps of one attention layer.
 
     Attributes
     ----------
-    index : int
-        Position among the model's attention layers.
-    path : str
-        Name of the module in the model.
-    module, projection : nn.Module
-        The attention module, which sees the field and returns the attention weights, and its output projection, which
-        returns the module's own attention output.
     transports : HeadTransports
-        V_h and O_h as views of the model's weights.
+        V_h and O_h, as views of the model's weights where these are in memory.
     value_bias : Float[Tensor, "head d_model"] or None
         O_h b_V^h per head, float64: what a unit of attention adds.
     output_bias : Float[Tensor, "d_model"] or None
         b_O.
     """
 
-    index: int
-    path: str
-    module: nn.Module
-    projection: nn.Module
     transports: HeadTransports
     value_bias: Float[Tensor, "head d_model"] | None
     output_bias: Float[Tensor, " d_model"] | None
@@ -79,8 +72,49 @@ class AttentionLayer:
             return None
         section = torch.zeros(attention.shape[1], self.transports.d_model, dtype=torch.float64, device=attention.device)
         if self.value_bias is not None:
-            section = section + attention.to(torch.float64).sum(-1).T @ self.value_bias
+            section = section + row_sums(attention).T @ self.value_bias
         return section if self.output_bias is None else section + self.output_bias.to(torch.float64)
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionLayer:
+    """One attention module of a model, and where its maps are.
+
+    Attributes
+    ----------
+    index : int
+        Position among the model's attention layers.
+    path : str
+        Name of the module in the model.
+    module, projection : nn.Module
+        The attention module, which sees the field and returns the attention weights, and its output projection, which
+        returns the module's own attention output.
+    in_memory : bool
+        Whether the weights are; otherwise `maps` reads them from their file at each use.
+    read : callable
+        Makes the maps, without any cores.
+    """
+
+    index: int
+    path: str
+    module: nn.Module
+    projection: nn.Module
+    in_memory: bool
+    read: Callable[[], Maps]
+
+    @cached_property
+    def _kept(self) -> Maps:
+        return self.read()
+
+    @property
+    def maps(self) -> Maps:
+        """The layer's maps: views of weights in memory, kept with the cores computed of them, or else read anew."""
+        return self._kept if self.in_memory else self.read()
+
+    @property
+    def transports(self) -> HeadTransports:
+        """The factored transports of `maps`."""
+        return self.maps.transports
 
 
 def supported_types() -> tuple[str, ...]:
@@ -88,72 +122,106 @@ def supported_types() -> tuple[str, ...]:
     return tuple(name for family in FAMILIES.values() for name in family.model_types)
 
 
-def _linear(module: nn.Module, path: str) -> tuple[Tensor, Tensor | None]:
-    """Weight as (out_features, in_features), and bias, of a projection; refuses what is not a plain linear map."""
-    if isinstance(module, Conv1D):
-        weight = module.weight.T  # Conv1D stores (in_features, out_features)
-    elif type(module).forward is nn.Linear.forward:
-        weight = module.weight
-    else:
+def _require_linear(module: nn.Module, path: str) -> None:
+    """Refuse what is not a plain linear map with floating-point weights."""
+    if not isinstance(module, Conv1D) and type(module).forward is not nn.Linear.forward:
         raise ValueError(
             f"model: expected {path} to be a plain linear layer, got {type(module).__name__}; merge adapters "
             "(merge_and_unload) or load the model unquantised first"
         )
-    if weight.dtype not in TOLERANCE:
+    if module.weight.dtype not in TOLERANCE:
         raise ValueError(
-            f"model: expected floating-point weights in {path}, got {weight.dtype}; load the model dequantised"
+            f"model: expected floating-point weights in {path}, got {module.weight.dtype}; load the model dequantised"
         )
-    bias = module.bias
-    return weight.detach(), None if bias is None else bias.detach()
 
 
-def _read_layer(model: nn.Module, index: int, path: str, module: nn.Module, family: Family) -> AttentionLayer:
-    def resolve(relative: str) -> tuple[str, nn.Module]:
+def _linear(module: nn.Module, path: str, stored: Mapping[str, Tensor] | None) -> tuple[Tensor, Tensor | None]:
+    """Weight as (out_features, in_features), and bias, of a projection; from ``stored`` if the model is a shell."""
+    if stored is not None:
+        weight = stored[f"{path}.weight"]
+        bias = None if module.bias is None else stored[f"{path}.bias"]
+    elif module.weight.is_meta:
+        with align_module_device(module):  # accelerate brings offloaded weights in for as long as this lasts
+            weight, bias = module.weight.detach(), None if module.bias is None else module.bias.detach()
+    else:
+        weight, bias = module.weight.detach(), None if module.bias is None else module.bias.detach()
+    return (weight.T if isinstance(module, Conv1D) else weight), bias  # Conv1D stores (in_features, out_features)
+
+
+def _find_layer(
+    model: nn.Module, index: int, path: str, module: nn.Module, family: Family, stored: Mapping[str, Tensor] | None
+) -> AttentionLayer:
+    def resolve(relative: str) -> tuple[nn.Module, str]:
         name = posixpath.normpath(posixpath.join(path.replace(".", "/"), relative)).replace("/", ".")
-        return name, model.get_submodule(name)
+        return model.get_submodule(name), name
 
     if getattr(module, "is_cross_attention", False):
         raise ValueError(
             f"model: {path} is cross-attention, which this release does not read; use the self-attention stack"
         )
-    value_path, value_module = resolve(family.value)
-    output_path, projection = resolve(family.output)
-    value, value_bias = _linear(value_module, value_path)
-    output, output_bias = _linear(projection, output_path)
-    if family.fused:
-        value = value.chunk(3)[2]
-        value_bias = None if value_bias is None else value_bias.chunk(3)[2]
-
+    value, output = resolve(family.value), resolve(family.output)
+    for projection in (value, output):
+        _require_linear(*projection)
     config = getattr(module, "config", None) or model.config.get_text_config()
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    d_head, d_model = output.shape[1] // heads, output.shape[0]
-    if value.shape != (kv_heads * d_head, d_model) or output.shape[1] != heads * d_head:
+    (value_rows, value_columns), (d_model, width) = _shape(value[0]), _shape(output[0])
+    d_head = width // heads
+    if (value_rows, value_columns) != ((3 if family.fused else 1) * kv_heads * d_head, d_model) or width % heads:
         raise ValueError(
-            f"model: expected {path} to hold {kv_heads} value heads and {heads} query heads of width {d_head}, got "
-            f"a value map of shape {tuple(value.shape)} and an output map of shape {tuple(output.shape)}"
+            f"model: expected {path} to hold {kv_heads} value heads and {heads} query heads of width {d_head}, got a "
+            f"{'fused ' if family.fused else ''}value map of shape {(value_rows, value_columns)} and an output map of "
+            f"shape {(d_model, width)}"
         )
+
+    def read() -> Maps:
+        return _read(*_linear(*value, stored), *_linear(*output, stored), heads, kv_heads, family.fused)
+
+    in_memory = not (value[0].weight.is_meta or output[0].weight.is_meta)
+    return AttentionLayer(index, path, module, output[0], in_memory, read)
+
+
+def _shape(projection: nn.Module) -> tuple[int, int]:
+    rows, columns = projection.weight.shape
+    return (columns, rows) if isinstance(projection, Conv1D) else (rows, columns)
+
+
+def _read(
+    value: Tensor,
+    value_bias: Tensor | None,
+    output: Tensor,
+    output_bias: Tensor | None,
+    heads: int,
+    kv_heads: int,
+    fused: bool,
+) -> Maps:
+    if fused:
+        value = value.chunk(3)[2]
+        value_bias = None if value_bias is None else value_bias.chunk(3)[2]
+    d_head = output.shape[1] // heads
     transports = HeadTransports(
-        value.view(kv_heads, d_head, d_model),
-        output.view(d_model, heads, d_head).permute(1, 0, 2),
+        value.unflatten(0, (kv_heads, d_head)),
+        output.unflatten(1, (heads, d_head)).permute(1, 0, 2),
         groups=heads // kv_heads,
     )
     per_head = None
     if value_bias is not None:
         bias = transports.per_head(value_bias.to(torch.float64).view(kv_heads, d_head))
-        per_head = torch.einsum(
-            "hda,ha->hd", output.to(torch.float64).view(d_model, heads, d_head).permute(1, 0, 2), bias
-        )
-    return AttentionLayer(index, path, module, projection, transports, per_head, output_bias)
+        # upcast a part of the rows at a time
+        parts = [torch.einsum("hda,ha->hd", rows.to(torch.float64), bias) for rows in transports.output.split(64, 1)]
+        per_head = torch.cat(parts, 1)
+    return Maps(transports, per_head, output_bias)
 
 
-def attention_layers(model: nn.Module) -> tuple[AttentionLayer, ...]:
+def attention_layers(model: nn.Module, stored: Mapping[str, Tensor] | None = None) -> tuple[AttentionLayer, ...]:
     """The attention layers of a model in order, with their value and output maps as views of its weights.
 
     Parameters
     ----------
     model : nn.Module
         A transformers model of a supported family.
+    stored : mapping of str to Tensor, optional
+        Where the parameters of a model without weights (on the meta device) are, by name; asked layer by layer.
 
     Raises
     ------
@@ -173,4 +241,4 @@ def attention_layers(model: nn.Module) -> tuple[AttentionLayer, ...]:
             f"model: unsupported type {kind!r}; expected one of {', '.join(supported_types())}. For another model "
             "pass its attention, value and output tensors to cwlib.ConnectionWalk"
         )
-    return tuple(_read_layer(model, i, path, module, family) for i, (path, module, family) in enumerate(found))
+    return tuple(_find_layer(model, i, path, module, family, stored) for i, (path, module, family) in enumerate(found))

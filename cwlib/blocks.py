@@ -4,6 +4,7 @@ Everything is in the mean gauge (W as the heads' mean attention). `FactoredBlock
 small cores of the heads (T9); `cwlib.edges` has its counterpart for transports given edge by edge.
 """
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -12,10 +13,35 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from cwlib._types import Attention, Field, Walk
-from cwlib.cores import HeadTransports, quadratic_form, quartic_form
+from cwlib._types import Attention, Field, HeadGram, Walk
+from cwlib.cores import HeadTransports
+from cwlib.kernels import pieces, quartic_form, upcast, workspace
 
 PerToken = Float[Tensor, " src"]
+
+
+def gates(attention: Attention) -> Attention:
+    r"""Gates :math:`\gamma^h_{ij} = A^h_{ij} / \sum_k A^k_{ij}`, float64, zero where no head attends (T2)."""
+    attention = attention.detach().to(torch.float64)
+    total = attention.sum(0)
+    return attention / torch.where(total > 0, total, 1.0)
+
+
+def attention_gram(left: Attention, right: Float[Tensor, "other dst src"]) -> Float[Tensor, "head other"]:
+    r""":math:`\langle A^h, A'^k\rangle_F`, float64 (T3)."""
+    result = torch.zeros(len(left), len(right), dtype=torch.float64, device=left.device)
+    for rows in pieces(left):
+        some, others = (a[:, rows].detach().to(torch.float64).flatten(1) for a in (left, right))
+        result += some @ others.T
+    return result
+
+
+def attention_factor(attention: Attention) -> Float[Tensor, "rank head"]:
+    """R of the QR factors of the matrix whose columns are the heads' attention, float64 (T3)."""
+    factor = torch.empty(0, len(attention), dtype=torch.float64, device=attention.device)
+    for some in upcast(attention):
+        factor = torch.linalg.qr(torch.cat([factor, some.flatten(1).T]), mode="r").R
+    return factor
 
 
 class Blocks(Protocol):
@@ -57,52 +83,85 @@ class Blocks(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class FactoredBlocks:
-    """The blocks of an attention layer, from its gates and cores; see `Blocks`."""
+    """The blocks of an attention layer, from its attention and cores, in pieces of destinations; see `Blocks`."""
 
-    gates: Attention
+    attention: Attention
     transports: HeadTransports
 
-    @property
-    def _mix(self) -> Attention:
+    def _mix(self, attention: Attention) -> Attention:
         # Omega_ij = H sum_h gamma^h_ij T_h
-        return self.gates * len(self.gates)
+        return gates(attention) * len(attention)
+
+    def _per_edge(self, function: Callable[[Float[Tensor, "head edge"]], Float[Tensor, " edge"]]) -> Walk:
+        """A function of the mixtures of all edges, evaluated on those that carry weight."""
+        result = torch.zeros(self.attention.shape[1:], dtype=torch.float64, device=self.attention.device)
+        for rows in pieces(self.attention):
+            mix = self._mix(self.attention[:, rows])
+            if mix.device.type == "cpu":
+                carried = (mix != 0).any(0)  # under causal attention only half of the edges
+                result[rows][carried] = function(mix[:, carried])
+            else:  # a GPU would have to wait until the host knows how many edges these are; elsewhere they give zero
+                result[rows] = function(mix.flatten(1)).unflatten(0, mix.shape[1:])
+        return result
+
+    def combine(self, form: HeadGram) -> Walk:
+        r""":math:`\sum_{hk} m_h m_k F_{hk}` per edge, where :math:`\Omega_{ij} = \sum_h m_h T_h`; clamped at zero."""
+        return self._per_edge(lambda mix: ((form @ mix) * mix).sum(0).clamp_min(0))
+
+    @cached_property
+    def totals(self) -> Walk:
+        r""":math:`\sum_h A^h_{ij}`, float64."""
+        return torch.cat([some.sum(0) for some in upcast(self.attention)])
 
     @cached_property
     def squares(self) -> Walk:
-        return quadratic_form(self._mix, self.transports.head_gram)
+        return self.combine(self.transports.head_gram)
 
     @cached_property
     def quartics(self) -> Walk:
-        return quartic_form(self._mix, self.transports.quartic)
+        return self._per_edge(lambda mix: quartic_form(mix, self.transports.quartic))
+
+    def _there_and_back(self) -> Iterator[tuple[slice, Attention, Attention]]:
+        """Mixtures of some rows, and of the edges back."""
+        for rows in pieces(self.attention):
+            yield rows, self._mix(self.attention[:, rows]), self._mix(self.attention[:, :, rows]).transpose(1, 2)
 
     @cached_property
     def pairings(self) -> Walk:
-        return torch.einsum("hij,hk,kji->ij", self._mix, self.transports.product_traces, self._mix)
+        form, result = self.transports.product_traces, torch.empty_like(self.attention[0], dtype=torch.float64)
+        for rows, there, back in self._there_and_back():
+            result[rows] = torch.einsum("hij,hk,kij->ij", there, form, back)
+        return result
 
     @cached_property
     def round_trips(self) -> Walk:
         # tr((T_h T_l)^T T_h' T_l') = R_hh'll', paired by the path (h, l) there and back
         form = self.transports.triangle_forms[1].permute(0, 2, 1, 3).flatten(2).flatten(0, 1)
-        there, back = self._mix, self._mix.transpose(1, 2)
-        joined = (there > 0).any(0) & (back > 0).any(0)
-        parts = []
-        for edges in joined.nonzero().split(8192):
-            i, j = edges.T
-            paths = torch.einsum("he,le->hle", there[:, i, j], back[:, i, j]).flatten(0, 1)
-            parts.append((paths * (form @ paths)).sum(0))
-        result = torch.zeros_like(self._mix[0])
-        result[joined] = torch.cat(parts) if parts else result[joined]
+        result = torch.zeros_like(self.attention[0], dtype=torch.float64)
+        for rows, there, back in self._there_and_back():
+            joined = (there > 0).any(0) & (back > 0).any(0)
+            there, back = there[:, joined], back[:, joined]
+            parts = []
+            for edges in torch.arange(there.shape[1]).split(max(1, workspace(form.device) // (16 * len(form)))):
+                paths = torch.einsum("he,le->hle", there[:, edges], back[:, edges]).flatten(0, 1)
+                parts.append((paths * (form @ paths)).sum(0))
+            result[rows][joined] = torch.cat(parts) if parts else result.new_empty(0)
         return result.clamp_min(0)
 
     @cached_property
     def ranks(self) -> Walk:
         # One query head of a group bounds the rank by d_head, and so do all of them: they share V.
-        active = (self.gates > 0).unflatten(0, (-1, self.transports.groups)).any(1).sum(0)
+        active = (self.attention > 0).unflatten(0, (-1, self.transports.groups)).any(1).sum(0)
         return (active * self.transports.d_head).clamp_max(self.transports.d_model).to(torch.float64)
 
     def _heads(self, flow: Walk) -> Float[Tensor, "src head head"]:
-        # B_j = sum_hk M^j_hk T_h^T T_k with M^j_hk = H^2 sum_i f_ij gamma^h_ij gamma^k_ij
-        return torch.einsum("ij,hij,kij->jhk", flow, self._mix, self._mix)
+        # B_j = sum_hk M^j_hk T_h^T T_k with M^j_hk = sum_i f_ij m^h_ij m^k_ij
+        heads, _, n_src = self.attention.shape
+        result = torch.zeros(n_src, heads, heads, dtype=torch.float64, device=self.attention.device)
+        for rows in pieces(self.attention):
+            mix = self._mix(self.attention[:, rows]).permute(2, 0, 1)
+            result.baddbmm_(mix * flow[rows].T[:, None], mix.mT)
+        return result
 
     def incoming(self, flow: Walk) -> tuple[PerToken, PerToken]:
         mixing = self._heads(flow).flatten(1)

@@ -137,14 +137,20 @@ def token_ids(checkpoint: Checkpoint, text: str | Sequence[int] | Tensor) -> Ten
         raise ValueError(
             f"text: expected at most {limit} tokens, the context of {checkpoint.name}, got {len(ids)}; shorten the text"
         )
-    return ids.to(torch.long)[None].to(checkpoint.model.device)
+    return ids[None].to(checkpoint.device)
 
 
 class _Capture:
     """Hooks that assemble one LayerWalk per attention layer and pass it to the consumer."""
 
-    def __init__(self, layers: Sequence[AttentionLayer], deliver: "queue.Queue", resume: threading.Semaphore) -> None:
-        self.deliver, self.resume = deliver, resume
+    def __init__(
+        self,
+        layers: Sequence[AttentionLayer],
+        keep_cores: bool,
+        deliver: "queue.Queue",
+        resume: threading.Semaphore,
+    ) -> None:
+        self.keep_cores, self.deliver, self.resume = keep_cores, deliver, resume
         self.stopped = False
         self.thread: threading.Thread | None = None
         self.handles: list = []
@@ -184,8 +190,8 @@ class _Capture:
             # The projection runs inside the attention module in most families, after it in BERT.
             if len(seen) == 3:
                 field, attention, output = (seen.pop(k)[0].detach() for k in ("field", "attention", "output"))
-                constant = layer.constant(attention)
-                walk = ConnectionWalk.from_transports(attention, layer.transports, constant)
+                maps = layer.maps if self.keep_cores else layer.read()
+                walk = ConnectionWalk.from_transports(attention, maps.transports, maps.constant(attention))
                 self.hand_over((layer.index, walk, field, output))
 
         self.handles.append(layer.module.register_forward_pre_hook(before, with_kwargs=True))
@@ -239,13 +245,13 @@ def layers(
         raise ValueError("attention: expected all layers of attention_layers(checkpoint.model) in order, got others")
     if any(modules.get(entry.path) is not entry.module for entry in found):
         raise ValueError("attention: expected the layers of this model, got another's; pass attention_layers(model)")
-    return _stream(model, found, token_ids(checkpoint, text))
+    return _stream(model, found, attention is not None, token_ids(checkpoint, text))
 
 
-def _stream(model: nn.Module, found: Sequence[AttentionLayer], ids: Tensor) -> Iterator[LayerWalk]:
+def _stream(model: nn.Module, found: Sequence[AttentionLayer], keep_cores: bool, ids: Tensor) -> Iterator[LayerWalk]:
     deliver: queue.Queue = queue.Queue()
     resume = threading.Semaphore(0)
-    capture = _Capture(found, deliver, resume)
+    capture = _Capture(found, keep_cores, deliver, resume)
 
     def forward() -> None:
         try:

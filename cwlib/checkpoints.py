@@ -107,6 +107,7 @@ def open_checkpoint(
     device: str = "auto",
     dtype: str = "float32",
     tokenizer: Any = None,
+    offload: bool = False,
 ) -> Checkpoint:
     """Open a checkpoint for measuring.
 
@@ -128,6 +129,9 @@ def open_checkpoint(
         "float32", "float64", "bfloat16" or "float16".
     tokenizer
         Replaces the checkpoint's own; a live model has none otherwise.
+    offload
+        For a model larger than memory: its weights stay in their safetensors files, and accelerate brings in those of
+        a module for the time of its forward pass (on CUDA it fills the devices, then memory, and leaves the rest).
 
     Raises
     ------
@@ -137,11 +141,20 @@ def open_checkpoint(
         If the checkpoint cannot be fetched, is damaged, or does not fill the model.
     """
     if isinstance(source, PreTrainedModel):
+        if offload:
+            raise ValueError("offload: a live model is in memory already; open its folder instead")
         return _live(source, device, dtype, tokenizer)
     place, torch_dtype = _device(device), _dtype(dtype)
     found = locate(source)
     tokenizer = load_tokenizer(found.folder) if tokenizer is None else tokenizer
-    model = load_model(found.folder, torch_dtype, found.safetensors).to(place).requires_grad_(False)
+    if offload:
+        if not found.safetensors:
+            raise ValueError(f"offload: expected safetensors files, got {found.weights[0]}; convert it first")
+        device_map = "auto" if place.type == "cuda" else {"": "disk"}
+        model = load_model(found.folder, torch_dtype, True, device_map)
+    else:
+        model = load_model(found.folder, torch_dtype, found.safetensors).to(place)
+    model.requires_grad_(False)
     _require_one_stack(model)
     return Checkpoint(found.name, model, tokenizer, found.sha256, found.precision, str(place), dtype)
 

@@ -7,8 +7,8 @@ inner product and trace of products of transports reduces to d_head x d_head *co
     P_{kh} = O_k^T O_h, \qquad B_{hl} = V_h V_l^T, \qquad C_{hl} = V_h O_l,
 
 by cyclicity of the trace, so nothing here forms a d_model x d_model matrix. Cores are accumulated in float64
-whatever the dtype of the weights. Under grouped-query attention ``groups`` consecutive query heads share one value
-head, and what depends on value heads is computed once for the group.
+whatever the dtype of the weights. Under grouped-query attention ``groups``
+consecutive query heads share one value head, and what depends on value heads is computed once for the group.
 """
 
 from dataclasses import dataclass
@@ -20,9 +20,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from cwlib._types import HeadGram, Output, Value
+from cwlib.kernels import grams, symmetric_eigenvalues, workspace
 from cwlib.validation import require_finite
 
 HeadCores = Float[Tensor, "head other d_head d_other"]
+
+# Condition numbers up to which eigenvalues of Gram matrices give singular values to about eight digits.
+_WELL_CONDITIONED = 1e7
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -117,7 +121,14 @@ class HeadTransports:
     @property
     def _shared_value_cores(self) -> Float[Tensor, "kv_head kv_head d_head d_head"]:
         # heads of a group share V: what is computed from these is computed once for the group
-        return torch.einsum("xad,ybd->xyab", self._v, self._v)
+        flat = self._v.flatten(0, 1)
+        return (flat @ flat.T).unflatten(1, (self.kv_heads, -1)).unflatten(0, (self.kv_heads, -1)).transpose(1, 2)
+
+    @property
+    def _flat_output_cores(self) -> Float[Tensor, "head_width head_width"]:
+        # all P_kh as the blocks of one symmetric matrix
+        flat = self.output.detach().transpose(0, 1).flatten(1).to(torch.float64)
+        return flat.T @ flat
 
     def mixed_cores(self) -> HeadCores:
         r"""Cores :math:`C_{hl} = V_h O_l`, float64."""
@@ -141,19 +152,23 @@ class HeadTransports:
         ValueError
             If the two layers' d_model differ.
         """
-        right = self if other is None else other
+        if other is None or other is self:
+            return self.head_gram
+        right = other
         if right.d_model != self.d_model:
             raise ValueError(f"other: expected d_model {self.d_model}, got {right.d_model}")
         if right not in self._grams:
             # <O_h V_h, O'_k V'_k> = <O_h V_h V'_k^T, O'_k>, and heads of a group share V: a product of d_model x d_head
             # with d_head x d_head for every query head and every value head of the other layer.
             theirs = right._o.unflatten(0, (right.kv_heads, -1)).flatten(2)
-            mine, value = self._o, self._v
+            mine, value, other_value = self._o, self._v, right._v
             columns = []
-            for head, outputs in zip(right._v, theirs, strict=True):
-                carried = mine @ self.per_head(value @ head.T)
-                columns.append(carried.flatten(1) @ outputs.T)
-            self._grams[right] = torch.cat(columns, 1)
+            per_value_head = 16 * self.heads * self.d_model * right.d_head
+            for some in torch.arange(right.kv_heads).split(max(1, workspace(mine.device) // per_value_head)):
+                carried = mine @ self.per_head(value @ other_value[some].flatten(0, 1).T)
+                carried = carried.unflatten(2, (len(some), -1)).permute(2, 0, 1, 3).flatten(2)
+                columns.append(carried @ theirs[some].mT)
+            self._grams[right] = torch.cat(columns).transpose(0, 1).flatten(1)
         return self._grams[right]
 
     @cached_property
@@ -164,7 +179,13 @@ class HeadTransports:
     @cached_property
     def head_gram(self) -> HeadGram:
         r""":math:`(G_T)_{hk} = \langle T_h, T_k\rangle_F`, cached: it depends on weights only."""
-        return self.gram()
+        return self._gram_of(self._flat_output_cores, self._shared_value_cores)
+
+    def _gram_of(self, flat_output_cores: Tensor, shared_value_cores: Tensor) -> HeadGram:
+        # the sum over entries of P_hk times B_hk, whose transposes are P_kh and B_kh
+        kv, groups, d = self.kv_heads, self.groups, self.d_head
+        p = flat_output_cores.view(kv, groups, d, kv, groups, d)
+        return torch.einsum("xgaykb,xyab->xgyk", p, shared_value_cores).reshape(2 * (self.heads,))
 
     @cached_property
     def quartic(self) -> Float[Tensor, "head head head head"]:
@@ -174,12 +195,26 @@ class HeadTransports:
         :math:`|\Omega^T \Omega|_F^2 = \sum_{khlm} g_k g_h g_l g_m Q_{khlm}`.
         Costs O(H^2 kv d_head^3 + H^4 d_head^2) for kv value heads.
         """
-        grouped = self.kv_heads, self.groups
-        p, b = self.output_cores().unflatten(1, grouped), self._shared_value_cores
-        # left[k, h, y] = P_kh B_hl for any l in group y; the form is tr(left[k, h, l's] left[l, m, k's]).
-        left = torch.einsum("kxnab,xybc->kxnyac", p, b).flatten(1, 2).unflatten(0, grouped)
-        form = torch.einsum("xkhyac,ylmxca->xkhylm", left, left)
-        return form.reshape(4 * (self.heads,))
+        kv, groups, heads, d = self.kv_heads, self.groups, self.heads, self.d_head
+        flat, shared = self._flat_output_cores, self._shared_value_cores
+        # the cores are large, and not kept; whoever wants this form wants that one too
+        self.__dict__.setdefault("head_gram", self._gram_of(flat, shared))
+        p = flat.view(kv, groups * d, heads, d).transpose(1, 2)  # [x, h]: P_kh, k in x, stacked
+        b = self.per_head(shared)  # [h, y]
+        form = torch.empty(kv, kv, groups * heads, groups * heads, dtype=p.dtype, device=p.device)
+        # Q_khlm = tr(P_kh B_hl P_lm B_mk) = <P_kh B_hy, (P_lm B_mx)^T> with k in group x and l in group y. Exchanging
+        # (k, h) and (l, m) leaves it as it is, so that unordered pairs of groups will do.
+        first, second = torch.triu_indices(kv, kv, device=p.device)
+        per_pair = 128 * groups * heads * d * d  # ten copies or so, which are fast as long as they stay in the cache
+        for some in torch.arange(len(first), device=p.device).split(max(1, workspace(p.device) // per_pair)):
+            x, y = first[some], second[some]
+            there = (p[x] @ b[:, y].transpose(0, 1)).unflatten(2, (groups, d)).transpose(1, 2).flatten(1, 2).flatten(2)
+            back = (p[y] @ b[:, x].transpose(0, 1)).unflatten(2, (groups, d)).transpose(1, 2).flatten(1, 2)
+            form[x, y] = there @ back.mT.flatten(2).mT
+            form[y, x] = form[x, y].mT
+        # now [x, y, (k, h), (l, m)]
+        form = form.view(kv, kv, groups, heads, groups, heads).permute(0, 2, 3, 1, 4, 5)
+        return form.reshape(4 * (heads,))
 
     @cached_property
     def triangle_forms(self) -> tuple[Float[Tensor, "head head head"], Float[Tensor, "head head head head"]]:
@@ -213,17 +248,36 @@ class HeadTransports:
     def singular_values(self) -> Float[Tensor, "head rank"]:
         r"""Singular values of every head's transport, descending.
 
-        With QR factors :math:`O_h = Q R_O` and :math:`V_h^T = Q' R_V`, those of :math:`T_h` are those of
-        the small matrix :math:`R_O R_V^T` (T9), at full float64 accuracy.
+        With a Cholesky factor :math:`O_h^TO_h = LL^T` they are the roots of the eigenvalues of
+        :math:`L^TV_hV_h^TL` (T9), relatively accurate to about 1e-8 as long as :math:`O_h` and :math:`T_h` are well
+        conditioned. Other heads take QR factors :math:`O_h = Q R_O`, :math:`V_h^T = Q' R_V` and the singular values of
+        the small :math:`R_O R_V^T`, where errors are about 1e-15 of the largest.
 
         Returns
         -------
         Float[Tensor, "head rank"]
             ``rank = min(d_head, d_model)`` values per head; the remaining ones are zero.
         """
-        r_output = torch.linalg.qr(self._o, mode="r").R
-        r_value = self.per_head(torch.linalg.qr(self._v.transpose(1, 2), mode="r").R)
-        return torch.linalg.svdvals(r_output @ r_value.transpose(1, 2))
+        if self.d_head > self.d_model:
+            return self._accurate_singular_values(torch.arange(self.heads))
+        p = grams(self.output.detach())
+        b = self.per_head(grams(self.value.detach().mT))
+        # with O^T O = L L^T, those of T are the roots of the eigenvalues of L^T (V V^T) L
+        lower, failed = torch.linalg.cholesky_ex(p)
+        squares = symmetric_eigenvalues(lower.mT @ b @ lower).flip(1)
+        pivots = lower.diagonal(dim1=1, dim2=2) ** 2
+        doubtful = squares[:, 0] * pivots.amax(1) > _WELL_CONDITIONED * squares[:, -1] * pivots.amin(1)
+        doubtful = (doubtful | (failed != 0) | ~(squares[:, -1] > 0)).nonzero().squeeze(1)
+        values = squares.clamp_min(0).sqrt()
+        if len(doubtful):
+            values[doubtful] = self._accurate_singular_values(doubtful)
+        return values
+
+    def _accurate_singular_values(self, heads: Tensor) -> Float[Tensor, "head rank"]:
+        # QR does not square condition numbers, but LAPACK takes ten times as long for it as BLAS for Gram matrices.
+        r_output = torch.linalg.qr(self.output.detach()[heads].to(torch.float64), mode="r").R
+        r_value = torch.linalg.qr(self.value.detach()[heads // self.groups].mT.to(torch.float64), mode="r").R
+        return torch.linalg.svdvals(r_output @ r_value.mT)
 
     def total(self) -> "HeadTransports":
         r"""The sum :math:`\sum_h T_h` as one head of width kv_heads * d_head.
@@ -239,31 +293,3 @@ class HeadTransports:
         r""":math:`T_h x` for every head h and each row x of ``vectors``, in float64."""
         heads = torch.einsum("had,nd->hna", self._v, vectors.detach().to(torch.float64))
         return torch.einsum("hna,hda->hnd", self.per_head(heads), self._o)
-
-
-def quadratic_form(weights: Tensor, form: Tensor) -> Tensor:
-    """sum_hk w_h w_k form_hk for every edge, clamped at zero against rounding."""
-    return torch.einsum("hij,hk,kij->ij", weights, form, weights).clamp_min(0)
-
-
-def quartic_form(weights: Tensor, form: Tensor, chunk: int = 8192) -> Tensor:
-    """sum_khlm w_k w_h w_l w_m form_khlm for every edge, over unordered pairs of heads, in chunks of edges."""
-    heads, n_dst, n_src = weights.shape
-    first, second = torch.triu_indices(heads, heads, device=weights.device)
-    pairs = _fold(form, first, second)
-    flat = weights.flatten(1)
-    carried = (flat != 0).any(0).nonzero().squeeze(1)  # under causal attention only half of the edges
-    result = flat.new_zeros(n_dst * n_src)
-    for edges in carried.split(chunk):
-        block = flat[:, edges]
-        products = block[first] * block[second]
-        result[edges] = (products * (pairs @ products)).sum(0)
-    return result.reshape(n_dst, n_src).clamp_min(0)
-
-
-def _fold(form: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """Add up a quartic form over both orders of each pair, so that unordered pairs index it."""
-    both = form + form.transpose(0, 1)
-    both = both + both.transpose(2, 3)
-    multiplicity = torch.where(first == second, 0.5, 1.0).to(form)
-    return both[first, second][:, first, second] * multiplicity[:, None] * multiplicity[None, :]

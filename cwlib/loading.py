@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
+import tempfile
+import weakref
 from collections.abc import Iterator
+from logging import getLogger
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +24,17 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.txt", "vocab.jso
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silence transformers' progress bars and warnings, and put its settings back afterwards."""
+    """Silence the progress bars and warnings of transformers and accelerate, and put their settings back afterwards."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    accelerate = getLogger("accelerate")
+    level = accelerate.level
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    accelerate.setLevel("ERROR")
     try:
         yield
     finally:
+        accelerate.setLevel(level)
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
@@ -39,9 +46,18 @@ def load_config(folder: Path) -> Any:
         return AutoConfig.from_pretrained(folder, **_LOCAL)
 
 
-def load_model(folder: Path, dtype: torch.dtype, safetensors: bool) -> PreTrainedModel:
-    """The base model in a folder of the hub's layout, with eager attention, in evaluation mode, on the CPU.
+def empty_model(folder: Path) -> PreTrainedModel:
+    """The base model of a folder's configuration without weights, on the meta device; `CheckpointError` if unknown."""
+    with _explained(f"the model of {folder} could not be laid out"), torch.device("meta"):
+        return AutoModel.from_config(AutoConfig.from_pretrained(folder, **_LOCAL), attn_implementation="eager").eval()
 
+
+def load_model(
+    folder: Path, dtype: torch.dtype, safetensors: bool, device_map: str | dict[str, str] | None = None
+) -> PreTrainedModel:
+    """The base model in a folder of the hub's layout, with eager attention, in evaluation mode.
+
+    It is on the CPU, or where accelerate puts it by ``device_map``; what goes to "disk" stays in its safetensors file.
     transformers reads a .bin file (`safetensors` False) with torch's `weights_only`, which runs no pickled code.
 
     Raises
@@ -49,6 +65,11 @@ def load_model(folder: Path, dtype: torch.dtype, safetensors: bool) -> PreTraine
     CheckpointError
         If transformers cannot load it, or the weights do not fill the model.
     """
+    placed = {}
+    if device_map is not None:
+        # only weights that must be rearranged are written there; the folder goes with the model
+        scratch = tempfile.TemporaryDirectory(prefix="cwlib-offload-")
+        placed = {"device_map": device_map, "offload_folder": scratch.name}
     with _explained(f"{folder} could not be loaded"):
         model, info = AutoModel.from_pretrained(
             folder,
@@ -57,9 +78,12 @@ def load_model(folder: Path, dtype: torch.dtype, safetensors: bool) -> PreTraine
             use_safetensors=safetensors,
             ignore_mismatched_sizes=True,  # refused below, with the names
             output_loading_info=True,
+            **placed,
             **_LOCAL,
         )
     _refuse_partial_load(model, info, str(folder))
+    if device_map is not None:
+        weakref.finalize(model, scratch.cleanup)
     return model.eval()
 
 

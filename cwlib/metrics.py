@@ -9,9 +9,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from cwlib._types import Gauge
+from cwlib.cores import HeadTransports
 from cwlib.laplacian import (
     dirichlet_energy,
     inverse_defect,
@@ -153,16 +155,16 @@ class _Bare:
 
 
 def measure(
-    layer: Layer | ConnectionWalk, metrics: Iterable[str] | None = None, gauge: Gauge = "mean"
+    layer: Layer | ConnectionWalk | HeadTransports, metrics: Iterable[str] | None = None, gauge: Gauge = "mean"
 ) -> dict[str, float | np.ndarray]:
     """Measure one layer.
 
     Parameters
     ----------
-    layer : LayerWalk or ConnectionWalk
+    layer : LayerWalk, ConnectionWalk or HeadTransports
         A captured layer, or a walk of your own tensors (metrics that need the token field, the model's output or the
         previous layer are then left out by default, and refused by name; likewise, under cross-attention, those that
-        need as many destinations as sources).
+        need as many destinations as sources); or transports alone, for the metrics of weights.
     metrics : iterable of str, optional
         Names out of ``cwlib.METRICS``; by default all that apply, are numbers, and do not take seconds as those
         of the spectrum do.
@@ -183,11 +185,13 @@ def measure(
     """
     if gauge not in ("mean", "norm"):
         raise ValueError(f"gauge: expected 'mean' or 'norm', got {gauge!r} (sum is H times mean)")
+    if isinstance(layer, HeadTransports):
+        return _measure_weights(layer, metrics)
     bare = isinstance(layer, ConnectionWalk)
     if not bare and not isinstance(getattr(layer, "walk", None), ConnectionWalk):
         raise ValueError(
-            f"layer: expected a layer from cwlib.layers or a ConnectionWalk, got {type(layer).__name__}; functions of "
-            "cwlib.laplacian and cwlib.holonomy take an EdgeWalk too"
+            f"layer: expected a layer from cwlib.layers, a ConnectionWalk or HeadTransports, got "
+            f"{type(layer).__name__}; functions of cwlib.laplacian and cwlib.holonomy take an EdgeWalk too"
         )
     walk = layer if bare else layer.walk
     needs_model = {"depth_step", "spectral_step", "operator_cosine", "norm_cv", "angle_correlation", "t2_residual"}
@@ -219,3 +223,13 @@ def measure(
             )
     target = _Bare(layer) if bare else layer
     return {name: METRICS[name].compute(target, gauge) for name in names}
+
+
+def _measure_weights(transports: HeadTransports, metrics: Iterable[str] | None) -> dict[str, float | np.ndarray]:
+    known = [metric.name for metric in METRICS.values() if metric.weights_only]
+    names = [name for name in known if not METRICS[name].at] if metrics is None else list(metrics)
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"metrics: expected those of weights, {', '.join(known)}, got {unknown[0]!r}; pass a walk")
+    alone = torch.ones(transports.heads, 1, 1, dtype=torch.float64, device=transports.value.device)
+    target = _Bare(ConnectionWalk.from_transports(alone, transports))  # any attention will do
+    return {name: METRICS[name].compute(target, "mean") for name in names}

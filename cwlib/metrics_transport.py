@@ -6,6 +6,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from cwlib._types import Field
+from cwlib.blocks import gates
 from cwlib.cores import HeadTransports
 from cwlib.synthetic import generator
 from cwlib.walk import ConnectionWalk
@@ -109,8 +110,7 @@ def holonomy_defect(walk: ConnectionWalk, triangles: Int[Tensor, "triangle 3"] |
     if len(triangles) == 0:
         return np.nan
     i, j, k = triangles.T
-    gates = walk.gates()
-    first, second, direct = gates[:, i, j], gates[:, j, k], gates[:, i, k]
+    first, second, direct = (gates(walk.attention[:, None, dst, src])[:, 0] for dst, src in ((i, j), (j, k), (i, k)))
     cubic, quartic = walk.transports.triangle_forms
     path = torch.einsum("ht,lt->hlt", first, second).flatten(0, 1)
     inner = ((cubic.flatten(0, 1).T @ path) * direct).sum(0)

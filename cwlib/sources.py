@@ -10,6 +10,7 @@ import re
 import sys
 from collections import Counter
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
@@ -24,13 +25,27 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 @dataclass(frozen=True)
 class Source:
-    """A folder with a checkpoint: its name, the weights' SHA-256 and the precision they are stored in."""
+    """A folder with a checkpoint: its name, the weight files and the precision they are stored in."""
 
     name: str
     folder: Path
-    sha256: str
+    weights: tuple[Path, ...]
     precision: str
-    safetensors: bool = True
+    recorded: str = ""
+
+    @property
+    def safetensors(self) -> bool:
+        """Whether the weights are safetensors, not a .bin file."""
+        return self.weights[0].suffix == ".safetensors"
+
+    @cached_property
+    def sha256(self) -> str:
+        """Of the weights: as recorded when they were converted, or read through now, when it is asked for."""
+        if self.recorded:
+            return self.recorded
+        digests = [sha256_of(path) for path in self.weights]
+        # one file: its own hash, as the hub shows it; shards: the hash of their hashes
+        return digests[0] if len(digests) == 1 else hashlib.sha256("\n".join(digests).encode()).hexdigest()
 
 
 def locate(source: str | os.PathLike) -> Source:
@@ -83,7 +98,7 @@ def _converted(name: str, folder: Path) -> Source:
             f"`python -m cwlib checkpoints fetch {name}`"
         )
     record = read_provenance(folder)
-    return Source(name, folder, record["sha256"], record["precision"])
+    return Source(name, folder, tuple(_weight_files(folder)), record["precision"], record["sha256"])
 
 
 def _in_folder(name: str, folder: Path) -> Source:
@@ -92,14 +107,10 @@ def _in_folder(name: str, folder: Path) -> Source:
     weights = _weight_files(folder)
     if not weights:
         raise CheckpointError(f"{folder} has a config.json but no weights: expected model.safetensors")
-    digests = [sha256_of(path) for path in weights]
-    # one file: its own hash, as the hub shows it; shards: the hash of their hashes
-    digest = digests[0] if len(digests) == 1 else hashlib.sha256("\n".join(digests).encode()).hexdigest()
     if weights[0].suffix == ".safetensors":
-        return Source(name, folder, digest, _stored_precision(weights))
+        return Source(name, folder, tuple(weights), _stored_precision(weights))
     config = json.loads((folder / "config.json").read_text("utf-8"))
-    precision = config.get("dtype") or config.get("torch_dtype") or "unstated"
-    return Source(name, folder, digest, precision, safetensors=False)
+    return Source(name, folder, tuple(weights), config.get("dtype") or config.get("torch_dtype") or "unstated")
 
 
 def _weight_files(folder: Path) -> list[Path]:

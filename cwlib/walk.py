@@ -8,8 +8,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from cwlib._types import Attention, Field, Gauge, HeadGram, Output, Section, Value, Walk
-from cwlib.blocks import FactoredBlocks
-from cwlib.cores import HeadTransports, quadratic_form
+from cwlib.blocks import FactoredBlocks, attention_factor, attention_gram, gates
+from cwlib.cores import HeadTransports
+from cwlib.kernels import upcast
 from cwlib.validation import require_finite, require_gauge, validate_attention
 
 
@@ -93,7 +94,7 @@ class ConnectionWalk:
     @cached_property
     def blocks(self) -> FactoredBlocks:
         """Norms, traces and ranks of the transports Omega_ij, edge by edge, without forming one (T9)."""
-        return FactoredBlocks(self.gates(), self.transports)
+        return FactoredBlocks(self.attention, self.transports)
 
     @property
     def heads(self) -> int:
@@ -116,13 +117,9 @@ class ConnectionWalk:
         return self.output.shape[1]
 
     @property
-    def _a(self) -> Tensor:
-        return self.attention.detach().to(torch.float64)
-
-    @property
     def support(self) -> Bool[Tensor, "dst src"]:
         """Edges that carry weight: W_ij > 0. Elsewhere Omega_ij is undefined and plays no part."""
-        return (self.attention > 0).any(0)
+        return self.blocks.totals > 0
 
     @property
     def is_causal(self) -> bool:
@@ -136,7 +133,8 @@ class ConnectionWalk:
             expected = f"({self.n_src}, {self.d_model})"
             raise ValueError(f"field: expected shape (src, d_model) = {expected}, got {tuple(field.shape)}")
         values = torch.einsum("had,nd->hna", self.transports._v, field.detach().to(torch.float64))
-        mixed = self._a @ self.transports.per_head(values)
+        values = self.transports.per_head(values)
+        mixed = torch.cat([attention @ values for attention in upcast(self.attention)], 1)
         return torch.einsum("hna,hda->nd", mixed, self.transports._o)
 
     def apply(self, field: Field) -> Section:
@@ -165,8 +163,7 @@ class ConnectionWalk:
 
         They sum to one over heads on the support and are zero off it, where they are undefined.
         """
-        total = self._a.sum(0)
-        return self._a / torch.where(total > 0, total, 1.0)
+        return gates(self.attention)
 
     def effective_walk(self, gauge: Gauge = "mean") -> Walk:
         r"""The walk matrix W of the single equivalent walk, float64 (T2).
@@ -185,16 +182,15 @@ class ConnectionWalk:
         """
         require_gauge(gauge)
         if gauge == "norm":
-            return (quadratic_form(self._a, self.transports.head_gram) / self.d_model).sqrt()
-        total = self._a.sum(0)
-        return total / self.heads if gauge == "mean" else total
+            return self.blocks.totals / self.heads * (self.blocks.squares / self.d_model).sqrt()
+        return self.blocks.totals / self.heads if gauge == "mean" else self.blocks.totals.clone()
 
     def operator_block(self, dst: int, src: int) -> Float[Tensor, "d_model d_model"]:
         r"""The dense block :math:`K_{ij} = \sum_h A^h_{ij} T_h` of one edge ``src -> dst``, float64."""
         for name, index, size in (("dst", dst, self.n_dst), ("src", src, self.n_src)):
             if not -size <= index < size:
                 raise ValueError(f"{name}: expected a token index below {size}, got {index}")
-        output = self.transports._o * self._a[:, dst, src, None, None]
+        output = self.transports._o * self.attention.detach()[:, dst, src, None, None].to(torch.float64)
         return torch.einsum("hda,hae->de", output, self.transports.per_head(self.transports._v))
 
     def transport(self, dst: int, src: int, gauge: Gauge = "mean") -> Float[Tensor, "d_model d_model"]:
@@ -220,7 +216,7 @@ class ConnectionWalk:
                 f"other: expected attention over the same (dst, src) = {tuple(self.attention.shape[1:])} tokens, "
                 f"got {tuple(right.attention.shape[1:])}"
             )
-        return self._a.flatten(1) @ right._a.flatten(1).T
+        return attention_gram(self.attention, right.attention)
 
     def inner(self, other: "ConnectionWalk | None" = None) -> float:
         r"""Inner product :math:`\langle K, K'\rangle_F = \sum_{hk}\langle A^h,A'^k\rangle\langle T_h,T'_k\rangle`."""
@@ -247,7 +243,7 @@ class ConnectionWalk:
         Float[Tensor, "head"]
             H values; their number above zero is the operator Schmidt rank, their sum of squares is |K|_F^2.
         """
-        factor = torch.linalg.qr(self._a.flatten(1).T, mode="r").R
+        factor = attention_factor(self.attention)
         eigenvalues, vectors = torch.linalg.eigh(self.transports.head_gram)
         root = vectors * eigenvalues.clamp_min(0).sqrt()
         values = torch.linalg.svdvals(factor @ root)
@@ -273,11 +269,11 @@ class ConnectionWalk:
         Float[Tensor, "dst src"]
             NaN where the edge carries no weight, or its heads' transports cancel to below 1e-5 of their mean square.
         """
-        squares, fourths = self.blocks.squares, self.blocks.quartics
+        fourths, squares = self.blocks.quartics, self.blocks.squares  # in this order cores are computed once for both
         # Where head transports cancel, |Omega|^2 is a small difference of large terms, and the quartic form loses twice
         # the digits: at this ratio about five are right.
         alone = torch.diag(self.transports.head_gram.diagonal())
-        scale = quadratic_form(self.gates() * self.heads, alone)
+        scale = self.blocks.combine(alone)
         defined = self.support & (squares > 1e-5 * scale) & (fourths > 0)
         return torch.where(defined, squares**2 / (self.blocks.ranks * fourths), torch.nan)
 
@@ -296,5 +292,5 @@ class ConnectionWalk:
                 f"({self.n_dst * self.d_model} x {self.n_src * self.d_model}); use apply, norm, inner or edge_isometry"
             )
         maps = torch.einsum("hda,hae->hde", self.transports._o, self.transports.per_head(self.transports._v))
-        blocks = torch.einsum("hij,hde->idje", self._a, maps)
+        blocks = torch.einsum("hij,hde->idje", self.attention.detach().to(torch.float64), maps)
         return blocks.reshape(self.n_dst * self.d_model, self.n_src * self.d_model)

@@ -53,7 +53,7 @@ def test_a_walk_of_ones_own_does_not_wait_for_transformers(fresh: dict) -> None:
 
 def test_every_public_name_is_there_after_a_bare_import(fresh: dict) -> None:
     expected = {"METRICS", "Checkpoint", "CheckpointError", "ConnectionWalk", "HeadTransports", "LayerWalk"}
-    assert set(fresh["names"]) == expected | {"layers", "measure", "open_checkpoint"}
+    assert set(fresh["names"]) == expected | {"layers", "measure", "open_checkpoint", "weight_layers"}
     assert fresh["study"]
 
 

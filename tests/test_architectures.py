@@ -94,7 +94,7 @@ def test_maps_and_biases_are_those_of_the_state_dict(family: str, overrides: dic
         expected = np.tile(o_bias, (3, 1))
         for head in range(HEADS):
             expected += np.outer(attention[head].sum(1).numpy(), outputs[head] @ biases[head])
-        constant = layer.constant(attention)
+        constant = layer.maps.constant(attention)
         if constant is None:
             assert not np.any(expected)
         else:

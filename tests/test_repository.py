@@ -23,13 +23,14 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 # a module imports only modules that stand before it
 ORDER = [
-    *("_types", "validation", "checks", "cores", "blocks", "walk", "edges", "measures", "laplacian"),
+    *("_types", "kernels", "validation", "checks", "cores", "blocks", "walk", "edges", "measures", "laplacian"),
     *("holonomy", "spectra", "synthetic", "nulls", "dense", "theorems_balance", "theorems_laplacian"),
     *("theorems_causal", "theorems_transport", "theorems_holonomy", "theorems", "exact"),
     *("metrics_graph", "metrics_transport", "metrics_spectrum", "metric", "metrics", "corpus"),
-    *("catalogue", "loading", "fetch", "sources", "tiny", "checkpoints", "quantise", "architectures", "capture"),
-    *("statistics", "cells", "workers", "study", "effects", "claims", "verdicts", "style", "verify"),
-    *("plots_theory", "plots", "plots_claims", "chain", "__main__"),
+    *("catalogue", "loading", "fetch", "sources", "tiny", "checkpoints", "quantise", "architectures", "weights"),
+    *("capture", "statistics", "cells", "workers", "study", "effects", "claims", "verdicts", "style", "verify"),
+    *("rivals", "timing", "big", "footprint", "cost", "sizes", "bench"),
+    *("plots_theory", "plots", "plots_claims", "plots_cost", "chain", "__main__"),
 ]
 TOP_LEVEL = {
     *("README.md", "environment.yml", "Makefile", "pyproject.toml", "LICENSE", "CITATION.cff"),
@@ -176,8 +177,11 @@ def test_imports_point_upwards(name: str) -> None:
 @pytest.mark.parametrize(
     ("library", "allowed"),
     [
-        ("transformers", {"loading", "fetch", "tiny", "checkpoints", "quantise", "architectures", "capture"}),
-        ("matplotlib", {"style", "plots", "plots_claims", "plots_theory"}),
+        (
+            "transformers",
+            {"loading", "fetch", "tiny", "checkpoints", "quantise", "architectures", "capture", "big"},
+        ),
+        ("matplotlib", {"style", "plots", "plots_claims", "plots_theory", "plots_cost"}),
         ("seaborn", {"style", "plots", "plots_claims"}),
         ("papermill", {"chain"}),
     ],
@@ -187,7 +191,7 @@ def test_library_is_confined(library: str, allowed: set[str]) -> None:
     assert users and users <= allowed
 
 
-@pytest.mark.parametrize("name", ["style", "plots", "plots_claims", "plots_theory"])
+@pytest.mark.parametrize("name", ["style", "plots", "plots_claims", "plots_theory", "plots_cost"])
 def test_plots_know_nothing_of_tensors(name: str) -> None:
     assert not {"torch", "transformers", "cwlib.walk", "cwlib.study"} & imports(name)
 

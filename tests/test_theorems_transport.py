@@ -108,11 +108,11 @@ def mean_gauge_throughout(self: ConnectionWalk, dst: int, src: int, gauge: str =
 
 def all_heads_active(self: FactoredBlocks) -> Tensor:
     width = self.transports.d_head * self.transports.kv_heads
-    return torch.full_like(self.gates[0], min(width, self.transports.d_model))
+    return torch.full_like(self.attention[0], min(width, self.transports.d_model))
 
 
 def query_heads_counted(self: FactoredBlocks) -> Tensor:
-    active = (self.gates > 0).sum(0) * self.transports.d_head
+    active = (self.attention > 0).sum(0) * self.transports.d_head
     return active.clamp_max(self.transports.d_model).to(torch.float64)
 
 

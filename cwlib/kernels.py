@@ -1,0 +1,80 @@
+"""Small dense kernels in float64, in pieces of bounded memory: what cores and blocks are computed with."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from cwlib._types import Attention
+
+WORKSPACE = 2**23  #: bytes that one piece of a computation in pieces takes on the CPU, about those of its cache
+
+
+def workspace(device: torch.device) -> int:
+    """Bytes that one piece may take; a GPU needs larger pieces to be kept busy."""
+    return WORKSPACE if device.type == "cpu" else 32 * WORKSPACE
+
+
+def pieces(attention: Attention) -> Iterator[slice]:
+    """Destinations, so many at a time that three or four float64 copies of their attention fit into the workspace."""
+    step = max(1, workspace(attention.device) // (32 * attention.shape[0] * attention.shape[2]))
+    return (slice(start, start + step) for start in range(0, attention.shape[1], step))
+
+
+def upcast(attention: Attention) -> Iterator[Attention]:
+    """The same pieces of the attention in float64."""
+    return (attention[:, rows].detach().to(torch.float64) for rows in pieces(attention))
+
+
+def row_sums(attention: Attention) -> Float[Tensor, "head dst"]:
+    """Sums over sources, float64."""
+    return torch.cat([some.sum(-1) for some in upcast(attention)], 1)
+
+
+def quartic_form(weights: Float[Tensor, "head edge"], form: Tensor) -> Float[Tensor, " edge"]:
+    """sum_khlm w_k w_h w_l w_m form_khlm for every edge, over unordered pairs of heads, in pieces of edges."""
+    first, second = torch.triu_indices(len(weights), len(weights), device=weights.device)
+    pairs = _fold(form, first, second)
+    result = weights.new_empty(weights.shape[1])
+    for edges in torch.arange(weights.shape[1], device=weights.device).split(
+        max(1, workspace(weights.device) // (24 * len(first)))
+    ):
+        block = weights[:, edges]
+        products = block[first] * block[second]
+        result[edges] = (products * (pairs @ products)).sum(0)
+    return result.clamp_min(0)
+
+
+def _fold(form: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """Add up a quartic form over both orders of each pair, so that unordered pairs index it."""
+    both = form + form.transpose(0, 1)
+    both = both + both.transpose(2, 3)
+    multiplicity = torch.where(first == second, 0.5, 1.0).to(form)
+    return both[first, second][:, first, second] * multiplicity[:, None] * multiplicity[None, :]
+
+
+def grams(maps: Float[Tensor, "head d_model d_head"]) -> Float[Tensor, "head d_head d_head"]:
+    """M^T M of every head, float64, upcast in pieces that stay in the processor's cache."""
+    heads, _, d_head = maps.shape
+    result = torch.zeros(heads, d_head, d_head, dtype=torch.float64, device=maps.device)
+    for rows in maps.split(max(32, workspace(maps.device) // (128 * heads * d_head)), 1):
+        rows = rows.to(torch.float64)
+        result.baddbmm_(rows.mT, rows)
+    return result
+
+
+def symmetric_eigenvalues(matrices: Float[Tensor, "head row row"]) -> Float[Tensor, "head row"]:
+    """Eigenvalues of every symmetric matrix, ascending."""
+    threads = min(torch.get_num_threads(), len(matrices))
+    if matrices.device.type != "cpu" or threads == 1:
+        return torch.linalg.eigvalsh(matrices)
+    # torch works through a batch on one core
+    return torch.cat(list(_pool(threads).map(torch.linalg.eigvalsh, matrices.chunk(threads))))
+
+
+@cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, thread_name_prefix="cwlib-eigenvalues")

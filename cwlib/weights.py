@@ -1,0 +1,108 @@
+"""Read a checkpoint's value and output maps from its files, one layer at a time, without building the model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from cwlib.architectures import attention_layers
+from cwlib.catalogue import CheckpointError
+from cwlib.cores import HeadTransports
+from cwlib.loading import empty_model
+from cwlib.sources import locate
+
+
+@dataclass(frozen=True, eq=False)
+class WeightLayer:
+    """The transports of one attention layer.
+
+    Attributes
+    ----------
+    index : int
+        Layer number, from 0.
+    path : str
+        Name of the attention module in the model.
+    transports : HeadTransports
+        V_h and O_h, in the dtype that they are stored in.
+    """
+
+    index: int
+    path: str
+    transports: HeadTransports = field(repr=False)
+
+
+class StoredWeights(Mapping[str, Tensor]):
+    """The parameters of a base model by name, each read from its safetensors file when it is asked for.
+
+    Parameters
+    ----------
+    files : sequence of Path
+        All files of the checkpoint.
+    prefix : str
+        What a model with a head on top puts before the base model's names.
+    """
+
+    def __init__(self, files: tuple[Path, ...], prefix: str) -> None:
+        self._files: dict[str, tuple[Path, str]] = {}
+        for path in files:
+            with safe_open(path, framework="pt") as tensors:
+                for key in tensors.keys():  # noqa: SIM118 - not a mapping
+                    self._files[key.removeprefix(f"{prefix}.")] = path, key
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._files:
+            folder = next(iter(self._files.values()))[0].parent
+            raise CheckpointError(
+                f"the weights in {folder} lack {name}: check that config.json and the weights belong together"
+            )
+        path, key = self._files[name]
+        try:
+            # opened anew and copied, so that no page of the file stays mapped
+            with safe_open(path, framework="pt") as tensors:
+                return tensors.get_tensor(key).clone()
+        except SafetensorError as error:
+            raise CheckpointError(f"{path} is damaged ({error}): copy or download it again") from error
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+
+def weight_layers(source: str | os.PathLike) -> Iterator[WeightLayer]:
+    """Stream the transports of a checkpoint's attention layers from its safetensors files.
+
+    Only the value and output maps are read, and only those of one layer are in memory, so that metrics of the weights
+    need about a gigabyte for a model of 8 billion parameters: ``cwlib.measure(layer.transports)``.
+
+    Parameters
+    ----------
+    source
+        A catalogue name, folder, .gguf file or hub id, as for `cwlib.open_checkpoint`.
+
+    Yields
+    ------
+    WeightLayer
+        In the order of the layers.
+
+    Raises
+    ------
+    ValueError
+        If the model is of an unsupported type, or the weights are not in safetensors files.
+    CheckpointError
+        If the checkpoint cannot be had, is damaged, or lacks a map.
+    """
+    found = locate(source)
+    if not found.safetensors:
+        raise ValueError(
+            f"source: expected safetensors files, got {found.weights[0]}; cwlib.open_checkpoint reads this kind"
+        )
+    model = empty_model(found.folder)
+    layers = attention_layers(model, StoredWeights(found.weights, model.base_model_prefix))
+    return (WeightLayer(layer.index, layer.path, layer.transports) for layer in layers)
