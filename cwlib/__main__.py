@@ -85,6 +85,48 @@ def verify(
 
 
 @app.command()
+def measure(
+    source: Annotated[str, typer.Argument(help="A name, folder, .gguf file or hub id.")],
+    text: Annotated[Path, typer.Option(help="A file with the text.")],
+    out: Annotated[Path, typer.Option(help="The table, as CSV.")] = Path("table.csv"),
+    figure: Annotated[Path | None, typer.Option(help="A figure over depth: .png, .pdf or .svg.")] = None,
+    metric: Annotated[list[str] | None, typer.Option(help="A name of cwlib.METRICS; repeatable.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda ...")] = "auto",
+    dtype: Annotated[str, typer.Option(help="float32, float64, bfloat16 or float16.")] = "float32",
+    offload: Annotated[bool, typer.Option("--offload", help="Leave weights that do not fit on the disk.")] = False,
+) -> None:
+    """Measure one checkpoint on one text: every layer, beside Gaussian maps of the same shape, into a table."""
+    from cwlib import corpus, single
+    from cwlib.checkpoints import open_checkpoint
+
+    with _clean_errors():
+        if figure is not None and figure.suffix not in (".png", ".pdf", ".svg"):
+            raise ValueError(f"figure: expected a .png, .pdf or .svg file, got {figure}")
+        if text.is_dir():
+            raise ValueError(f"text: expected one file, got the folder {text}; `study --texts` takes folders")
+        [passage] = corpus.read_passages(text)
+        checkpoint = open_checkpoint(source, device=device, dtype=dtype, offload=offload)
+        table = single.collect(single.measured_layers(checkpoint, passage.text, metric), out)
+        trained = table[(table["source"] == "trained") & (table["gauge"] != "norm")]
+        print(trained.pivot(index="layer", columns="metric", values="value").round(4).to_string())
+        print(f"{len(table)} rows in {out}")
+        if figure is not None:
+            single.draw(table, figure)
+            print(f"figure in {figure}")
+
+
+@app.command()
+def doctor() -> None:
+    """Say what this machine has, and what would fail on it; exit status 1 if something that users do would."""
+    from cwlib import doctor as module
+
+    with _clean_errors():
+        sound = module.report(module.examine(), lambda line: print(line, flush=True))
+    if not sound:
+        raise typer.Exit(1)
+
+
+@app.command()
 def bench(
     profile: Annotated[str, typer.Option(help="full, or smoke (tiny sizes, to see that it works).")] = "full",
     device: Annotated[str, typer.Option(help="cpu, cuda ...")] = "cpu",

@@ -23,7 +23,7 @@ from cwlib import rivals
 from cwlib.big import configuration, write_random_checkpoint
 from cwlib.checkpoints import open_checkpoint
 from cwlib.cost import COLUMNS, THEORY
-from cwlib.footprint import capture_ways, gpt2, run_through, token_ids
+from cwlib.footprint import WAYS, capture_way, gpt2, run_through, token_ids
 from cwlib.laplacian import laplacian_defect
 from cwlib.measures import uniform_measure
 from cwlib.sizes import PROFILES, Profile, Shape, causal_attention, fresh, transports_of
@@ -58,7 +58,7 @@ class Bench:
             self.rows.append(row | {"ratio": timing.seconds / timings["cwlib"].seconds})
         self.report(f"{group}, {case}" + (f", {tokens} tokens" if tokens else ""))
 
-    def number(self, group: str, case: str, way: str, value: float, unit: str, **more: float) -> None:
+    def number(self, group: str, case: str, way: str, value: float | int, unit: str, **more: float | int) -> None:
         """A row that is not a time."""
         self.rows.append({"group": group, "case": case, "way": way, "value": value, "unit": unit} | more)
 
@@ -76,15 +76,20 @@ class Bench:
                 ),
             }
             if self.lens:
-                for name, dtype in (("TransformerLens", torch.float32), ("TransformerLens, float64", torch.float64)):
-                    # the factors in its layout, which a loaded model has already
-                    factors = [rivals.lens_factors(layer, dtype) for layer in layers]
-                    ways[name] = lambda factors=factors: [type(f)(f.A, f.B).S for f in factors]
-            slow = shape.d_model >= 4096
-            repeats = {way: 1 if slow and way != "cwlib" else self.profile.repeats for way in ways}
+                # the factors in its layout, as a loaded model has them: of all layers in one, as its users ask for
+                # them, and layer by layer
+                singles = [rivals.lens_factors(layer) for layer in layers]
+                whole32, whole64 = (rivals.lens_stacked(layers, dtype) for dtype in (torch.float32, torch.float64))
+                ways |= {
+                    "TransformerLens": lambda f=whole32: type(f)(f.A, f.B).S,
+                    "TransformerLens, float64": lambda f=whole64: type(f)(f.A, f.B).S,
+                    "TransformerLens, by layer": lambda fs=singles: torch.stack([type(f)(f.A, f.B).S for f in fs]),
+                }
+            slow = 1 if shape.d_model >= 4096 else 3
+            repeats = {way: self.profile.repeats if way == "cwlib" else slow for way in ways}
             timings = interleaved(ways, repeats, self.device)
-            mine = [layer.singular_values() for layer in layers]
-            errors = {way: _error(_values(ways[way]()), mine, len(heads)) for way in ways if way != "cwlib"}
+            mine = torch.stack([layer.singular_values() for layer in layers])
+            errors = {way: _error(ways[way](), mine) for way in ways if way != "cwlib"}
             scale = {way: part if way.startswith("dense") else whole for way in ways}
             timings = {way: timing.times(scale[way]) for way, timing in timings.items()}
             self.add("singular values", shape.name, timings, errors, {way: 1 / scale[way] for way in ways})
@@ -145,8 +150,9 @@ class Bench:
         for case, shape in self.profile.models.items():
             model = gpt2(*shape, self.device)
             for tokens in self.profile.lengths:
-                ways = capture_ways(model, token_ids(tokens, self.device))
-                timings = interleaved(ways, max(2, self.profile.repeats - 2), self.device)
+                names = [way for way in WAYS if self.lens or way != "TransformerLens"]
+                ways = {way: capture_way(way, model, token_ids(tokens, self.device)) for way in names}
+                timings = interleaved(ways, max(2, self.profile.repeats // 2), self.device)
                 self.add("capture", case, timings, {}, {}, tokens)
                 footprints = {way: self.footprint(way=way, shape=shape, tokens=tokens)["bytes"] for way in ways}
                 for way, size in footprints.items():
@@ -154,7 +160,7 @@ class Bench:
                     self.number("capture memory", case, way, size, "B", tokens=tokens, ratio=ratio)
                 self.report(f"capture memory, {case}, {tokens} tokens")
 
-    def footprint(self, **request: object) -> dict[str, float]:
+    def footprint(self, **request: object) -> dict[str, float | int]:
         """Peak memory, in bytes over the model's, and seconds of a request to `cwlib.footprint`."""
         command = [sys.executable, "-m", "cwlib.footprint", json.dumps(request | {"device": self.device})]
         done = subprocess.run(command, capture_output=True, text=True)
@@ -283,13 +289,8 @@ def write(table: pd.DataFrame, folder: Path, device: str) -> None:
     write_atomically(folder / "bench.json", f"{json.dumps(machine(device), indent=1)}\n".encode())
 
 
-def _values(found: object) -> list[Tensor]:
-    return found if isinstance(found, list) else [found]
-
-
-def _error(theirs: list[Tensor], mine: list[Tensor], heads: int) -> float:
-    errors = [
-        ((a.to(torch.float64)[: len(b)] - b[: len(a)]) / b[: len(a)]).abs().max()
-        for a, b in zip(theirs, mine, strict=False)
-    ]
-    return float(torch.stack(errors).max())
+def _error(theirs: Tensor, mine: Tensor) -> float:
+    """The largest relative difference, of all layers or of the first heads of the first."""
+    if theirs.ndim == 2:
+        mine = mine[0, : len(theirs)]
+    return float(((theirs.to(torch.float64) - mine) / mine).abs().max())

@@ -20,7 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from cwlib._types import HeadGram, Output, Value
-from cwlib.kernels import grams, symmetric_eigenvalues, workspace
+from cwlib.kernels import workspace
 from cwlib.validation import require_finite
 
 HeadCores = Float[Tensor, "head other d_head d_other"]
@@ -260,11 +260,11 @@ class HeadTransports:
         """
         if self.d_head > self.d_model:
             return self._accurate_singular_values(torch.arange(self.heads))
-        p = grams(self.output.detach())
-        b = self.per_head(grams(self.value.detach().mT))
+        output, value = self._o, self._v
+        p, b = output.mT @ output, self.per_head(value @ value.mT)
         # with O^T O = L L^T, those of T are the roots of the eigenvalues of L^T (V V^T) L
         lower, failed = torch.linalg.cholesky_ex(p)
-        squares = symmetric_eigenvalues(lower.mT @ b @ lower).flip(1)
+        squares = torch.linalg.eigvalsh(lower.mT @ b @ lower).flip(1)
         pivots = lower.diagonal(dim1=1, dim2=2) ** 2
         doubtful = squares[:, 0] * pivots.amax(1) > _WELL_CONDITIONED * squares[:, -1] * pivots.amin(1)
         doubtful = (doubtful | (failed != 0) | ~(squares[:, -1] > 0)).nonzero().squeeze(1)

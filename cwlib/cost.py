@@ -40,3 +40,21 @@ def report(table: pd.DataFrame) -> str:
     shown = shown.assign(tokens=shown["tokens"].astype("Int64").astype(str).replace("<NA>", ""))
     fitted = exponents(table).to_string(index=False, float_format="{:.2f}".format)
     return f"{shown.to_string(index=False, float_format='{:.3g}'.format, na_rep='')}\n\ngrowth\n{fitted}"
+
+
+def markdown(table: pd.DataFrame, machine: dict[str, object]) -> str:
+    """The README's account of a benchmark: what each computation took, and how many times longer other ways took."""
+    lines = ["| computed | cwlib | other ways, times as long |", "| --- | --- | --- |"]
+    for group in ("singular values", "edge isometry", "Laplacian defect", "Schmidt values"):
+        for case, rows in table[table["group"] == group].groupby("case", sort=False):
+            others = [
+                f"{row.way} {row.ratio:,.2g}{'*' if row.sampled < rows['sampled'].iloc[0] else ''}"
+                for row in rows.itertuples()
+                if row.way != "cwlib"
+            ]
+            lines.append(f"| {group}, {case} | {_seconds(rows['value'].iloc[0])} | {', '.join(others)} |")
+    return "\n".join(lines)
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.2g} s" if value >= 1 else f"{1000 * value:.2g} ms"

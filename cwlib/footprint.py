@@ -43,18 +43,19 @@ def run_through(checkpoint: Checkpoint, ids: torch.Tensor) -> None:
         pass
 
 
-def capture_ways(model: nn.Module, ids: torch.Tensor) -> dict[str, Callable[[], object]]:
-    """The ways to capture a model, by name; TransformerLens' if it is installed."""
-    checkpoint = open_checkpoint(model, device=str(model.device))
-    ways: dict[str, Callable[[], object]] = {
-        "cwlib": lambda: run_through(checkpoint, ids),
-        "plain forward": lambda: rivals.plain_forward(model, ids),
-        "output_attentions": lambda: rivals.forward_with_attentions(model, ids),
-    }
-    if rivals.lens_installed():
+WAYS = ("cwlib", "plain forward", "output_attentions", "TransformerLens")
+
+
+def capture_way(way: str, model: nn.Module, ids: torch.Tensor) -> Callable[[], object]:
+    """One of `WAYS` to take a model's attention, field and output from a forward pass (the plain one takes none)."""
+    if way == "cwlib":
+        checkpoint = open_checkpoint(model, device=str(model.device))
+        return lambda: run_through(checkpoint, ids)
+    if way == "TransformerLens":
         lens = rivals.lens_model(model)
-        ways["TransformerLens"] = lambda: rivals.lens_run_with_cache(lens, ids)
-    return ways
+        return lambda: rivals.lens_run_with_cache(lens, ids)
+    run = rivals.plain_forward if way == "plain forward" else rivals.forward_with_attentions
+    return lambda: run(model, ids)
 
 
 def measure_weights(folder: str) -> int:
@@ -63,15 +64,15 @@ def measure_weights(folder: str) -> int:
     return sum(bool(measure(layer.transports, names)) for layer in weight_layers(folder))
 
 
-def main(request: Mapping[str, Any]) -> dict[str, float]:
+def main(request: Mapping[str, Any]) -> dict[str, float | int]:
     """Measure what a request says: a folder's weights, or one way of capturing a GPT-2."""
     device = request["device"]
     if "folder" in request:
         work: Callable[[], object] = lambda: measure_weights(request["folder"])  # noqa: E731
     else:
         model = gpt2(*request["shape"], device)
-        capture_ways(model, token_ids(8, device))[request["way"]]()  # so that what is loaded once does not count
-        work = capture_ways(model, token_ids(request["tokens"], device))[request["way"]]
+        capture_way(request["way"], model, token_ids(8, device))()  # so that what is loaded once does not count
+        work = capture_way(request["way"], model, token_ids(request["tokens"], device))
     start = time.perf_counter()
     return {"bytes": peak_bytes(work, device), "seconds": time.perf_counter() - start}
 

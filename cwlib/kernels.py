@@ -1,8 +1,6 @@
 """Small dense kernels in float64, in pieces of bounded memory: what cores and blocks are computed with."""
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 
 import torch
 from jaxtyping import Float
@@ -54,27 +52,3 @@ def _fold(form: Tensor, first: Tensor, second: Tensor) -> Tensor:
     both = both + both.transpose(2, 3)
     multiplicity = torch.where(first == second, 0.5, 1.0).to(form)
     return both[first, second][:, first, second] * multiplicity[:, None] * multiplicity[None, :]
-
-
-def grams(maps: Float[Tensor, "head d_model d_head"]) -> Float[Tensor, "head d_head d_head"]:
-    """M^T M of every head, float64, upcast in pieces that stay in the processor's cache."""
-    heads, _, d_head = maps.shape
-    result = torch.zeros(heads, d_head, d_head, dtype=torch.float64, device=maps.device)
-    for rows in maps.split(max(32, workspace(maps.device) // (128 * heads * d_head)), 1):
-        rows = rows.to(torch.float64)
-        result.baddbmm_(rows.mT, rows)
-    return result
-
-
-def symmetric_eigenvalues(matrices: Float[Tensor, "head row row"]) -> Float[Tensor, "head row"]:
-    """Eigenvalues of every symmetric matrix, ascending."""
-    threads = min(torch.get_num_threads(), len(matrices))
-    if matrices.device.type != "cpu" or threads == 1:
-        return torch.linalg.eigvalsh(matrices)
-    # torch works through a batch on one core
-    return torch.cat(list(_pool(threads).map(torch.linalg.eigvalsh, matrices.chunk(threads))))
-
-
-@cache
-def _pool(threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads, thread_name_prefix="cwlib-eigenvalues")

@@ -24,6 +24,7 @@ WAYS = {  # the same in every panel; no two share a marker, nor a colour where t
     "batched einsum, float32": {"label": "batched einsum, float32", "color": style.PURPLE, "marker": "d"},
     "TransformerLens": {"label": "TransformerLens", "color": style.VERMILLION, "marker": "^"},
     "TransformerLens, float64": {"label": "TransformerLens, float64", "color": style.ORANGE, "marker": "v"},
+    "TransformerLens, by layer": {"label": "TransformerLens, by layer", "color": "#666666", "marker": "<"},
     "output_attentions": {"label": "output_attentions", "color": style.BLUE, "marker": "P"},
     "plain forward": {"label": "plain forward", "color": style.NULL["color"], "marker": "x"},
 }

@@ -75,13 +75,10 @@ def lens_factors(transports: HeadTransports, dtype: torch.dtype = torch.float32)
     return FactoredMatrix(value, transports.output.detach().to(dtype).mT.contiguous())
 
 
-def lens_singular_values(transports: HeadTransports, dtype: torch.dtype = torch.float32) -> Singular:
-    r"""Singular values of every :math:`T_h` as TransformerLens gives them, ``FactoredMatrix(W_V, W_O).S`` (T9).
-
-    It decomposes both factors and the small matrix between them, singular vectors included. Errors as in
-    `lens_factors`.
-    """
-    return lens_factors(transports, dtype).S
+def lens_stacked(layers: Sequence[HeadTransports], dtype: torch.dtype = torch.float32) -> Any:
+    """The same for all layers of a model in one ``FactoredMatrix``, batched over layers and heads, as ``model.OV``."""
+    factors = [lens_factors(layer, dtype) for layer in layers]
+    return type(factors[0])(torch.stack([f.A for f in factors]), torch.stack([f.B for f in factors]))
 
 
 def edge_isometry_by_svd(walk: ConnectionWalk, edges: Edges) -> PerEdge:

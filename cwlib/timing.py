@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from cwlib.cells import release_memory
+
 _STATUS = Path("/proc/self/status")
 
 
@@ -84,6 +86,7 @@ def peak_bytes(work: Callable[[], object], device: str = "cpu") -> int:
         return torch.cuda.max_memory_allocated(device) - before
     if not _STATUS.exists():
         raise RuntimeError(f"peak_bytes: expected Linux, which counts memory in {_STATUS}, got {platform.system()}")
+    release_memory()  # what is free, but was used before, would hide what the work takes
     before = _status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     work()

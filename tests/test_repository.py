@@ -29,8 +29,8 @@ ORDER = [
     *("metrics_graph", "metrics_transport", "metrics_spectrum", "metric", "metrics", "corpus"),
     *("catalogue", "loading", "fetch", "sources", "tiny", "checkpoints", "quantise", "architectures", "weights"),
     *("capture", "statistics", "cells", "workers", "study", "effects", "claims", "verdicts", "style", "verify"),
-    *("rivals", "timing", "big", "footprint", "cost", "sizes", "bench"),
-    *("plots_theory", "plots", "plots_claims", "plots_cost", "chain", "__main__"),
+    *("rivals", "timing", "big", "footprint", "cost", "sizes", "bench", "doctor"),
+    *("plots_theory", "plots", "plots_claims", "plots_cost", "single", "chain", "__main__"),
 ]
 TOP_LEVEL = {
     *("README.md", "environment.yml", "Makefile", "pyproject.toml", "LICENSE", "CITATION.cff"),
@@ -181,7 +181,7 @@ def test_imports_point_upwards(name: str) -> None:
             "transformers",
             {"loading", "fetch", "tiny", "checkpoints", "quantise", "architectures", "capture", "big"},
         ),
-        ("matplotlib", {"style", "plots", "plots_claims", "plots_theory", "plots_cost"}),
+        ("matplotlib", {"style", "plots", "plots_claims", "plots_theory", "plots_cost", "single"}),
         ("seaborn", {"style", "plots", "plots_claims"}),
         ("papermill", {"chain"}),
     ],

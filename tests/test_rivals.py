@@ -55,7 +55,7 @@ def test_factored_matrices_of_transformerlens_have_the_singular_values_of_the_co
 ) -> None:
     pytest.importorskip("transformer_lens")
     for layer, walk in pairs(kind):
-        values = rivals.lens_singular_values(walk.transports, dtype)
+        values = rivals.lens_factors(walk.transports, dtype).S
         assert values.dtype == dtype
         agree(values, oracles.singular_values(layer), rtol, atol=rtol)
         agree(values, walk.transports.singular_values(), max(rtol, 1e-7), atol=rtol)
@@ -298,7 +298,7 @@ def test_wrong_inputs_are_refused(name: str, unchecked: None) -> None:
 
 LENS_WRONG: dict[str, tuple[Callable[[], object], tuple[str, ...]]] = {
     "half precision": (
-        lambda: rivals.lens_singular_values(WALK.transports, torch.float16),
+        lambda: rivals.lens_stacked([WALK.transports], torch.float16),
         ("dtype", "torch.float32", "got torch.float16"),
     ),
     "in training": (lambda: rivals.lens_model(training()), ("model", "evaluation", "model.eval()")),
@@ -329,7 +329,7 @@ def test_wrong_inputs_are_refused_before_transformerlens_sees_them(name: str, un
     "attempt",
     [
         lambda: rivals.lens_factors(WALK.transports),
-        lambda: rivals.lens_singular_values(WALK.transports),
+        lambda: rivals.lens_stacked([WALK.transports]),
         lambda: rivals.lens_model(gpt2()[0].model),
     ],
 )
