@@ -42,19 +42,47 @@ def report(table: pd.DataFrame) -> str:
     return f"{shown.to_string(index=False, float_format='{:.3g}'.format, na_rep='')}\n\ngrowth\n{fitted}"
 
 
-def markdown(table: pd.DataFrame, machine: dict[str, object]) -> str:
-    """The README's account of a benchmark: what each computation took, and how many times longer other ways took."""
-    lines = ["| computed | cwlib | other ways, times as long |", "| --- | --- | --- |"]
-    for group in ("singular values", "edge isometry", "Laplacian defect", "Schmidt values"):
-        for case, rows in table[table["group"] == group].groupby("case", sort=False):
-            others = [
-                f"{row.way} {row.ratio:,.2g}{'*' if row.sampled < rows['sampled'].iloc[0] else ''}"
-                for row in rows.itertuples()
-                if row.way != "cwlib"
-            ]
-            lines.append(f"| {group}, {case} | {_seconds(rows['value'].iloc[0])} | {', '.join(others)} |")
+def markdown(table: pd.DataFrame) -> str:
+    """The README's account of a benchmark: what cwlib took, and how many times as much other ways took.
+
+    An asterisk marks what was extrapolated from a part of the work. Of captures the longest model at 512 tokens.
+    """
+
+    def star(row: pd.Series) -> str:
+        return "*" if row["sampled"] < 1 else ""
+
+    lines = ["| computed | cwlib takes | other ways, times as much |", "| --- | --- | --- |"]
+    middle = table["tokens"].isna() | (table["group"].isin(["edge isometry", "Laplacian defect", "Schmidt values"]))
+    captures = table[table["group"].str.startswith("capture")]
+    if len(captures):
+        lengths = sorted(captures["tokens"].unique())
+        middle |= (captures["tokens"] == lengths[len(lengths) // 2]) & (captures["case"] == captures["case"].iloc[-1])
+    shown = table[middle.fillna(False) & ~table["group"].isin(["growth", "matrix products"])]
+    for (group, case), rows in shown.groupby(["group", "case"], sort=False):
+        own = rows[rows["way"] == "cwlib"].iloc[0]
+        others = [
+            f"{row['way']} {_digits(row['value'] / own['value'])}{star(row)}"
+            for _, row in rows[rows["way"] != "cwlib"].iterrows()
+        ]
+        tokens = "" if np.isnan(own["tokens"]) else f", {own['tokens']:.0f} tokens"
+        lines.append(
+            f"| {group}, {case}{tokens} | {_amount(own['value'], own['unit'])}{star(own)} | {'; '.join(others)} |"
+        )
     return "\n".join(lines)
 
 
-def _seconds(value: float) -> str:
-    return f"{value:.2g} s" if value >= 1 else f"{1000 * value:.2g} ms"
+def machine_line(machine: dict[str, object]) -> str:
+    """The machine that a benchmark was measured on, from its bench.json."""
+    where = machine["processor"] if machine["device"] == "cpu" else machine["device"]
+    return f"{where}, {machine['cores']} cores, torch {machine['torch']} with {machine['threads']} threads"
+
+
+def _amount(value: float, unit: str) -> str:
+    if unit == "B":
+        return f"{_digits(value / 1e6)} MB" if value < 1e9 else f"{_digits(value / 1e9)} GB"
+    return f"{_digits(value)} s" if value >= 1 else f"{_digits(1000 * value)} ms"
+
+
+def _digits(value: float) -> str:
+    """Two significant digits."""
+    return f"{float(f'{value:.1e}'):,g}"

@@ -28,6 +28,7 @@ HEADS = {
     "dense, float32": (34.0, 0.25),
     "TransformerLens": (0.6, 1.0),  # faster than cwlib
     "TransformerLens, float64": (6.9, 1.0),
+    "TransformerLens, by layer": (0.6, 1.0),
 }
 COMPARISONS = {
     ("singular values", "GPT-2 small", None): HEADS,

@@ -1,5 +1,6 @@
 """README quotes numbers: each must be the one in the committed tables. Its code runs."""
 
+import json
 import re
 from io import StringIO
 from pathlib import Path
@@ -8,7 +9,7 @@ import pandas as pd
 import torch
 
 import cwlib
-from cwlib import study, verdicts
+from cwlib import cost, study, verdicts
 from cwlib.catalogue import CATALOGUE
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,6 +37,13 @@ def test_residual_is_that_of_the_committed_study() -> None:
     assert layers.to_dict() == {name: item.layers for name, item in CATALOGUE.items()}
     assert residuals["value"].max() <= 2e-5
     assert f"{residuals['value'].max():.1e}" in README
+
+
+def test_costs_are_those_of_the_committed_benchmark() -> None:
+    """README's table of costs is made of bench.csv, and names the machine of bench.json."""
+    machine = json.loads((DATA / "bench.json").read_text())
+    assert cost.markdown(pd.read_csv(DATA / "bench.csv")) in README
+    assert cost.machine_line(machine) in " ".join(README.split())
 
 
 def test_download_size() -> None:

@@ -38,7 +38,7 @@ def folder(checkpoint: Checkpoint, tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-# --- the table ---------------------------------------------------------------------------------------------------------
+# --- the table --------------------------------------------------------------------------------------------------------
 
 
 def test_trained_rows_are_what_measure_gives(checkpoint: Checkpoint, table: pd.DataFrame) -> None:
@@ -86,7 +86,7 @@ def test_an_interrupted_run_keeps_the_finished_layers(table: pd.DataFrame, tmp_p
     assert set(pd.read_csv(tmp_path / "table.csv")["layer"]) == {0}
 
 
-# --- the command -------------------------------------------------------------------------------------------------------
+# --- the command ------------------------------------------------------------------------------------------------------
 
 
 def run(*arguments: object) -> tuple[int, str]:
@@ -127,7 +127,7 @@ def test_measure_refuses(folder: Path, tmp_path: Path, arguments: tuple[str, ...
         assert word in output.replace("\n", " ")
 
 
-# --- the machine -------------------------------------------------------------------------------------------------------
+# --- the machine ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
