@@ -140,6 +140,12 @@ def _linear(module: nn.Module, path: str, stored: Mapping[str, Tensor] | None) -
     if stored is not None:
         weight = stored[f"{path}.weight"]
         bias = None if module.bias is None else stored[f"{path}.bias"]
+        for name, mine, own in (("weight", weight, module.weight), ("bias", bias, module.bias)):
+            if own is not None and mine.shape != own.shape:
+                raise ValueError(
+                    f"model: expected {path}.{name} of shape {tuple(own.shape)} by its configuration, got "
+                    f"{tuple(mine.shape)}; check that config.json and the weights belong together"
+                )
     elif module.weight.is_meta:
         with align_module_device(module):  # accelerate brings offloaded weights in for as long as this lasts
             weight, bias = module.weight.detach(), None if module.bias is None else module.bias.detach()

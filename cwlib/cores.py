@@ -20,13 +20,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from cwlib._types import HeadGram, Output, Value
-from cwlib.kernels import workspace
+from cwlib.kernels import cholesky, workspace
 from cwlib.validation import require_finite
 
 HeadCores = Float[Tensor, "head other d_head d_other"]
 
-# Condition numbers up to which eigenvalues of Gram matrices give singular values to about eight digits.
-_WELL_CONDITIONED = 1e7
+# Condition numbers of Gram matrices up to which their eigenvalues give singular values to about eight digits.
+_WELL_CONDITIONED = 1e8
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -261,13 +261,14 @@ class HeadTransports:
         if self.d_head > self.d_model:
             return self._accurate_singular_values(torch.arange(self.heads))
         output, value = self._o, self._v
-        p, b = output.mT @ output, self.per_head(value @ value.mT)
+        p, b = output.mT @ output, value @ value.mT
         # with O^T O = L L^T, those of T are the roots of the eigenvalues of L^T (V V^T) L
-        lower, failed = torch.linalg.cholesky_ex(p)
-        squares = torch.linalg.eigvalsh(lower.mT @ b @ lower).flip(1)
-        pivots = lower.diagonal(dim1=1, dim2=2) ** 2
-        doubtful = squares[:, 0] * pivots.amax(1) > _WELL_CONDITIONED * squares[:, -1] * pivots.amin(1)
-        doubtful = (doubtful | (failed != 0) | ~(squares[:, -1] > 0)).nonzero().squeeze(1)
+        lower, of_output = cholesky(p)
+        _, of_value = cholesky(b)
+        squares = torch.linalg.eigvalsh(lower.mT @ self.per_head(b) @ lower).flip(1)
+        worst = torch.stack([of_output, self.per_head(of_value), squares[:, 0] / squares[:, -1]])
+        # not above the bound, negative or NaN
+        doubtful = (~((worst > 0) & (worst < _WELL_CONDITIONED)).all(0)).nonzero().squeeze(1)
         values = squares.clamp_min(0).sqrt()
         if len(doubtful):
             values[doubtful] = self._accurate_singular_values(doubtful)

@@ -52,3 +52,11 @@ def _fold(form: Tensor, first: Tensor, second: Tensor) -> Tensor:
     both = both + both.transpose(2, 3)
     multiplicity = torch.where(first == second, 0.5, 1.0).to(form)
     return both[first, second][:, first, second] * multiplicity[:, None] * multiplicity[None, :]
+
+
+def cholesky(grams: Float[Tensor, "head row row"]) -> tuple[Float[Tensor, "head row row"], Float[Tensor, " head"]]:
+    """Lower factors, and bounds |L|_F^2 |L^-1|_F^2 of the condition numbers; NaN where a matrix is not positive."""
+    lower, failed = torch.linalg.cholesky_ex(grams)
+    inverse = torch.linalg.solve_triangular(lower, torch.eye(grams.shape[1]).to(lower), upper=False)
+    bound = (lower**2).sum((1, 2)) * (inverse**2).sum((1, 2))
+    return lower, torch.where(failed == 0, bound, torch.nan)

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
+from pathlib import Path
 
 import jaxtyping
 import numpy as np
@@ -315,6 +316,36 @@ def test_at_most_two_layers_are_alive(family: str) -> None:
     assert len(refs) == 6
     del layer
     assert living_storages(shape) == 0
+
+
+@pytest.mark.parametrize("depth", [3, 9])
+@pytest.mark.parametrize("given", [False, True], ids=["read anew", "attention passed"])
+@pytest.mark.parametrize("offload", [False, True], ids=["in memory", "offloaded"])
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
+def test_attention_of_at_most_two_layers_is_alive_however_the_weights_are_held(
+    family: str, offload: bool, given: bool, depth: int, tmp_path: Path
+) -> None:
+    checkpoint = tiny_checkpoint(family, num_hidden_layers=depth)
+    if offload:
+        checkpoint.model.save_pretrained(tmp_path / "model")
+        checkpoint = open_checkpoint(tmp_path / "model", device="cpu", offload=True)
+    attention = attention_layers(checkpoint.model) if given else None
+    walks: list[weakref.ref] = []
+    maps: list[weakref.ref] = []
+    for layer in layers(checkpoint, list(range(5, 42)), attention):
+        walks.append(weakref.ref(layer.walk.attention))
+        maps.append(weakref.ref(layer.walk.value))
+        assert sum(ref() is not None for ref in walks) <= 2, "by reference counts alone"
+        if offload or not given:
+            assert sum(ref() is not None for ref in maps) <= 2
+    assert len(walks) == depth
+    assert living_storages((HEADS, 37, 37)) <= 2
+    del layer
+    gc.collect()
+    assert not any(ref() is not None for ref in walks)
+    if attention is not None:  # kept with their cores, unless they would be copies of weights that are in files
+        assert (attention[0].maps is attention[0].maps) == attention[0].in_memory == (not offload)
+        assert (maps[0]() is None) == offload
 
 
 def test_previous_is_the_layer_before_while_it_lives() -> None:

@@ -2,12 +2,14 @@
 
 import base64
 import contextlib
+import gc
 import hashlib
 import io
 import json
 import os
 import shutil
 import sys
+import tempfile
 import threading
 import time
 import venv
@@ -25,10 +27,11 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import AutoConfig, AutoModelForCausalLM, BertTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, BertTokenizer
 from transformers.utils import logging
 from typer.testing import CliRunner
 
+import cwlib
 from cwlib import catalogue, fetch, loading, sources
 from cwlib.__main__ import app
 from cwlib.catalogue import CATALOGUE, CheckpointError, Entry, Wheel, cached_folder, problems, read_provenance
@@ -762,6 +765,137 @@ def test_encode_refuses_blank_and_long_text():
             tiny.encode("x" * 513)
     with pytest.raises(ValueError, match=r"text: expected some words, got ' \\n'"):
         tiny.encode(" \n")
+
+
+# ---- weights that stay in their files
+
+IDS = [7, 40, 3, 99, 120, 40, 8, 250, 61, 17, 5, 201, 33]
+
+
+def save_in_files(folder, family, dtype="float32", head=False):
+    """Write a tiny model in several files, perhaps with a head on top."""
+    model = tiny_checkpoint(family, dtype=dtype).model
+    if head:
+        kind = AutoModelForMaskedLM if family in ("bert", "mpnet") else AutoModelForCausalLM
+        headed = kind.from_config(model.config).to(model.dtype)
+        headed.base_model.load_state_dict(model.state_dict(), strict=False)
+        model = headed
+    model.save_pretrained(folder, max_shard_size="60KB")
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    return folder
+
+
+def open_both(folder, **options):
+    return (open_checkpoint(folder, device="cpu", offload=offload, **options) for offload in (True, False))
+
+
+def devices(checkpoint):
+    return {parameter.device.type for parameter in checkpoint.model.parameters()}
+
+
+def assert_same_layers(offloaded, whole):
+    """Compare every layer to the last bit, and look where the weights are meanwhile."""
+    count = 0
+    for mine, theirs in zip(cwlib.layers(offloaded, IDS), cwlib.layers(whole, IDS), strict=True):
+        assert devices(offloaded) == {"meta"}
+        pairs = [(mine.field, theirs.field), (mine.output, theirs.output)]
+        for name in ("attention", "value", "output", "constant"):
+            pairs.append((getattr(mine.walk, name), getattr(theirs.walk, name)))
+        for left, right in pairs:
+            if right is None:
+                assert left is None
+            else:
+                assert left.dtype == right.dtype and left.device.type == "cpu" and torch.equal(left, right)
+        assert mine.walk.groups == theirs.walk.groups
+        assert mine.residual() == theirs.residual()
+        count += 1
+    assert count == 3 and devices(offloaded) == {"meta"}
+
+
+@pytest.mark.claim("T2")
+@pytest.mark.parametrize(
+    ("stored", "dtype"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "float32")]
+)
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
+def test_offloaded_layers_are_those_of_the_model_in_memory(family, stored, dtype, tmp_path):
+    offloaded, whole = open_both(save_in_files(tmp_path / "model", family, stored), dtype=dtype)
+    assert devices(offloaded) == {"meta"} and devices(whole) == {"cpu"}
+    for fact in ("name", "sha256", "precision", "device", "dtype", "kind", "parameters", "context_length"):
+        assert getattr(offloaded, fact) == getattr(whole, fact)
+    for _ in range(2):
+        assert_same_layers(offloaded, whole)
+    bound = 1e-5 if dtype == "float32" else 4e-2
+    for mine, theirs in zip(cwlib.layers(offloaded, IDS), cwlib.layers(whole, IDS), strict=True):
+        assert mine.residual() <= bound
+        assert cwlib.measure(mine, ["head_isometry", "dirichlet_energy", "spectral_gap"]) == pytest.approx(
+            cwlib.measure(theirs, ["head_isometry", "dirichlet_energy", "spectral_gap"]), rel=1e-9
+        )
+
+
+def test_offloaded_model_that_is_left_in_the_middle_goes_on(tmp_path):
+    offloaded, whole = open_both(save_in_files(tmp_path / "model", "llama"))
+    stream = cwlib.layers(offloaded, IDS)
+    next(stream)
+    stream.close()
+    assert devices(offloaded) == {"meta"}
+    assert_same_layers(offloaded, whole)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])  # a bert under a head has no pooler in its files
+def test_offloaded_model_under_a_head(family, tmp_path):
+    assert_same_layers(*open_both(save_in_files(tmp_path / "model", family, head=True)))
+
+
+def test_initialise_takes_no_more_than_the_configuration_of_an_offloaded_model(tmp_path):
+    folder = save_in_files(tmp_path / "model", "gpt2")
+    offloaded = open_checkpoint(folder, device="cpu", offload=True)
+    null, expected = initialise(offloaded, 3, device="cpu"), initialise(folder, 3, device="cpu")
+    assert devices(null) == {"cpu"}
+    assert_same_weights(null.model, expected.model)
+    assert (null.name, null.sha256) == ("model@init3", expected.sha256)
+    assert max(layer.residual() for layer in cwlib.layers(null, IDS)) <= 1e-5
+
+
+def test_scratch_folder_stays_empty_and_goes_with_the_model(tmp_path, monkeypatch):
+    folder, scratch = save_in_files(tmp_path / "model", "llama", "bfloat16"), tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    offloaded = open_checkpoint(folder, device="cpu", offload=True)
+    for _ in cwlib.layers(offloaded, IDS):
+        assert len(list(scratch.rglob("*"))) == 1, "the folder alone: weights are read where they are"
+    del offloaded
+    gc.collect()
+    assert not list(scratch.iterdir())
+
+
+def test_only_safetensors_files_can_be_offloaded(bert_folder):
+    with pytest.raises(ValueError, match=r"offload: a live model is in memory already; open its folder instead"):
+        open_checkpoint(tiny_checkpoint("llama").model, offload=True)
+    torch.save(load_file(bert_folder / "model.safetensors"), bert_folder / "pytorch_model.bin")
+    (bert_folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"offload: expected safetensors files, got .*\.bin; convert it first"):
+        open_checkpoint(bert_folder, device="cpu", offload=True)
+
+
+def test_offloaded_weights_that_do_not_fill_the_model_are_refused(bert_folder):
+    weights = load_file(bert_folder / "model.safetensors")
+    del weights[QUERY]
+    save_file(weights, bert_folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=rf"do not fill a BertModel: 1 missing \(first: {QUERY}\)"):
+        open_checkpoint(bert_folder, device="cpu", offload=True)
+
+
+def test_weight_layers_of_a_gguf_file_and_of_the_catalogue(gguf_bytes, in_wheel, tmp_path):
+    path = tmp_path / "own.gguf"
+    path.write_bytes(gguf_bytes)
+    for source, family, value in (
+        (path, "llama", "layers.{}.self_attn.v_proj.weight"),
+        ("tiny", "bert", "encoder.layer.{}.attention.self.value.weight"),
+    ):
+        weights = tiny_checkpoint(family).model.state_dict()
+        found = [layer.transports.value.flatten(0, 1) for layer in cwlib.weight_layers(source)]
+        assert len(found) == 3
+        assert all(torch.equal(each, weights[value.format(n)]) for n, each in enumerate(found))
 
 
 # ---- random models

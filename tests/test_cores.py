@@ -8,8 +8,11 @@ import pytest
 import torch
 from oracles import Layer, agree
 
+from cwlib import kernels
+from cwlib.blocks import attention_factor, attention_gram
 from cwlib.cores import HeadTransports
 from cwlib.synthetic import isometric_transports, random_walk
+from cwlib.walk import ConnectionWalk
 
 kinds = pytest.mark.parametrize("kind", oracles.KINDS)
 SEEDS = range(4)
@@ -255,6 +258,211 @@ def test_parameters_that_require_gradients_are_read_as_numbers() -> None:
     assert not trained.head_gram.requires_grad
     assert not trained.singular_values().requires_grad
     agree(trained.quartic, walk.transports.quartic)
+
+
+# --- ill-conditioned heads -------------------------------------------------------------------------------------------
+
+WIDE, THIN = 24, 8  # d_model and d_head
+
+
+def orthonormal(rng: np.random.Generator, rows: int, columns: int) -> np.ndarray:
+    return np.linalg.qr(rng.normal(size=(rows, columns)))[0]
+
+
+def head_with(values: np.ndarray, share: float, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Factors O and V of a map with given singular values, s^share of them in O, in rotated bases."""
+    rng = np.random.default_rng([17, seed])
+    left, right, inner = (orthonormal(rng, rows, len(values)) for rows in (WIDE, WIDE, len(values)))
+    return left * values**share @ inner, (inner.T * values ** (1 - share)) @ right.T
+
+
+def transports_with(*heads: tuple[np.ndarray, np.ndarray]) -> HeadTransports:
+    outputs, values = (torch.from_numpy(np.stack(factors)) for factors in zip(*heads, strict=True))
+    return HeadTransports(values, outputs)
+
+
+def assert_singular(cores: HeadTransports, each: float | None = None) -> None:
+    """Assert values up to 1e-12 of the head's largest, and up to ``each`` of themselves, against the dense maps."""
+    found, expected = cores.singular_values().numpy(), oracles.singular_values(dense(cores))
+    assert found.shape == np.shape(expected)
+    for head, truth in zip(found, np.asarray(expected), strict=True):
+        assert (np.diff(head) <= 0).all() and (head >= 0).all()
+        np.testing.assert_allclose(head, truth, rtol=0, atol=1e-12 * truth[0])
+        if each is not None:
+            np.testing.assert_allclose(head, truth, rtol=each)
+
+
+@pytest.fixture
+def accurate(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The heads whose singular values were left to QR factors, call by call."""
+    calls: list[list[int]] = []
+    original = HeadTransports._accurate_singular_values
+
+    def record(self: HeadTransports, heads: torch.Tensor) -> torch.Tensor:
+        calls.append(heads.tolist())
+        return original(self, heads)
+
+    monkeypatch.setattr(HeadTransports, "_accurate_singular_values", record)
+    return calls
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.0], ids=["in O", "in both", "in V"])
+@pytest.mark.parametrize("digits", [0, 1, 2, 3, 6, 9, 12])
+def test_singular_values_that_fall_over_many_digits(digits: int, share: float) -> None:
+    for seed in SEEDS:
+        expected = np.logspace(0, -digits, THIN)
+        cores = transports_with(head_with(expected, share, seed))
+        assert_singular(cores, each=1e-9 if digits <= 3 else None)
+        agree(cores.singular_values()[0], expected, rtol=1e-9 if digits <= 3 else 0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("condition", "by_qr"), [(3000, False), (11000, True)])
+def test_singular_values_are_right_on_both_sides_of_the_switch(
+    condition: float, by_qr: bool, accurate: list[list[int]]
+) -> None:
+    """Squares of singular values that differ by more than 1e8 are left to QR factors."""
+    each = 1e-11 if by_qr else 1e-8
+    for seed in SEEDS:
+        # O is an isometry in the basis of its head, so that T alone decides
+        output, value = head_with(np.logspace(0, -np.log10(condition), THIN), 0.0, seed)
+        cores = transports_with((output, value))
+        assert_singular(cores, each=each)
+        assert accurate == ([[0]] if by_qr else [])
+        accurate.clear()
+        for scale in (1e-6, 1e6):
+            assert_singular(transports_with((scale * output, value)), each=each)
+            assert bool(accurate) == by_qr
+            accurate.clear()
+
+
+def test_an_ill_conditioned_output_is_noticed_although_the_transport_is_not(accurate: list[list[int]]) -> None:
+    for digits in (4, 6):
+        output, value = head_with(np.ones(THIN), 0.0)
+        stretch = np.logspace(0, -digits, THIN)
+        cores = transports_with((output * stretch, value / stretch[:, None]))
+        assert_singular(cores, each=1e-9)
+        assert accurate.pop() == [0]
+
+
+def test_an_ill_conditioned_output_is_noticed_although_its_pivots_are_equal() -> None:
+    """A triangular matrix of ones, whose condition number is 2^n: every pivot of its Gram matrix is one."""
+    width, rng = 24, np.random.default_rng(0)
+    triangle = np.eye(width) - np.triu(np.ones((width, width)), 1)
+    left, right = (orthonormal(rng, 64, width) for _ in range(2))
+    cores = transports_with((left @ triangle, np.linalg.inv(triangle) @ right.T))
+    agree(cores.singular_values(), np.ones((1, width)), rtol=1e-8)
+
+
+DEGENERATE: dict[str, Callable[[np.ndarray, np.ndarray], None]] = {
+    "value zero": lambda o, v: v.fill(0),
+    "output zero": lambda o, v: o.fill(0),
+    "both zero": lambda o, v: (o.fill(0), v.fill(0)),
+    "a row of V zero": lambda o, v: v[3].fill(0),
+    "a column of O zero": lambda o, v: o[:, 0].fill(0),
+    "a row of V twice": lambda o, v: v.__setitem__(5, v[2]),
+    "a column of O three times": lambda o, v: o.__setitem__((slice(None), slice(1, 3)), o[:, [0]]),
+    "rank one": lambda o, v: v.__setitem__(slice(1, None), v[:1]),
+    "one column left": lambda o, v: o[:, :-1].fill(0),
+}
+
+
+@pytest.mark.parametrize("name", DEGENERATE)
+def test_singular_values_of_heads_without_full_rank(name: str, accurate: list[list[int]]) -> None:
+    """Between two good heads, which stay as they are."""
+    for seed in SEEDS:
+        rng = np.random.default_rng([19, seed])
+        heads = [(rng.normal(size=(WIDE, THIN)), rng.normal(size=(THIN, WIDE))) for _ in range(3)]
+        DEGENERATE[name](*heads[1])
+        cores = transports_with(*heads)
+        assert_singular(cores)
+        assert accurate.pop() == [1]
+        good = cores.singular_values()[[0, 2]]
+        agree(good, oracles.singular_values(dense(transports_with(heads[0], heads[2]))), rtol=1e-9)
+        rank = np.linalg.matrix_rank(heads[1][0] @ heads[1][1])
+        assert (cores.singular_values()[1, rank:] <= 1e-12 * cores.singular_values()[1, 0]).all()
+
+
+def test_doubtful_heads_of_a_group_take_their_own_value_head(accurate: list[list[int]]) -> None:
+    cores, _ = draw(0, kv_heads=2, groups=3)
+    output = cores.output.clone()
+    output[[1, 5], :, 2] = 0
+    assert_singular(HeadTransports(cores.value, output, 3))
+    assert accurate.pop() == [1, 5]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_ill_conditioned_heads_in_low_precision(dtype: torch.dtype) -> None:
+    cores = transports_with(*(head_with(np.logspace(0, -digits, THIN), 0.5, digits) for digits in (0, 2, 4, 6)))
+    assert_singular(HeadTransports(cores.value.to(dtype), cores.output.to(dtype)))
+
+
+# --- threads and pieces ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("heads", [1, 2, 5])
+def test_singular_values_do_not_depend_on_the_number_of_threads(heads: int, request: pytest.FixtureRequest) -> None:
+    request.addfinalizer(lambda: torch.set_num_threads(1))
+    cores = transports_with(*(head_with(np.logspace(0, -3 * n, THIN), 0.5, n) for n in range(heads)))
+    wide = random_walk(0, heads=heads, d_model=3, d_head=5).transports
+    alone = [each.singular_values() for each in (cores, wide)]
+    torch.set_num_threads(2)
+    for each, expected in zip((cores, wide), alone, strict=True):
+        agree(each.singular_values(), expected, rtol=1e-13, atol=1e-15)
+
+
+def everything(layer: Layer) -> dict[str, torch.Tensor]:
+    """What is computed in pieces, of a layer and of it with another, from the start."""
+    rng = np.random.default_rng(5)
+    walk = ConnectionWalk(*map(torch.from_numpy, layer.parts), groups=layer.groups)
+    maps = (torch.from_numpy(rng.normal(size=part.shape)) for part in (layer.value, layer.output))
+    other = ConnectionWalk(walk.attention.flip(0), *maps, groups=layer.groups)
+    field = torch.from_numpy(rng.normal(size=(walk.n_src, walk.d_model)))
+    flow = walk.effective_walk() * torch.linspace(1, 2, walk.n_dst, dtype=torch.float64)[:, None]
+    factor = attention_factor(walk.attention)
+    found = {
+        "gram of one layer": walk.transports.gram(),
+        "gram of two layers": walk.transports.gram(other.transports),
+        "quartic": walk.transports.quartic,
+        "singular values": walk.transports.singular_values(),
+        "row sums": kernels.row_sums(walk.attention),
+        "gram of attention": attention_gram(walk.attention, other.attention),
+        "factor of attention": factor.T @ factor,  # rows have no sign of their own
+        "totals": walk.blocks.totals,
+        "squares": walk.blocks.squares,
+        "quartics": walk.blocks.quartics,
+        "ranks": walk.blocks.ranks,
+        "traces of incoming": walk.blocks.incoming(flow)[0],
+        "squares of incoming": walk.blocks.incoming(flow)[1],
+        "energy of incoming": walk.blocks.incoming_energy(flow, field),
+        "step": walk @ field,
+        "isometry": walk.edge_isometry(),
+        "Schmidt values": walk.schmidt_values(),
+        "norm": torch.tensor(walk.norm()),
+        "inner product": torch.tensor(walk.inner(other)),
+    }
+    if walk.n_dst == walk.n_src:
+        found |= {"pairings": walk.blocks.pairings, "round trips": walk.blocks.round_trips}
+    return found
+
+
+@pytest.mark.parametrize("room", [1, 3000])
+@kinds
+def test_many_pieces_give_what_one_piece_gives(kind: str, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, attention = oracles.instance(kind, 0), torch.from_numpy(oracles.instance(kind, 0).attention)
+    whole = everything(layer)
+    assert len(list(kernels.pieces(attention))) == 1
+    monkeypatch.setattr(kernels, "WORKSPACE", room)
+    if room == 1:
+        assert len(list(kernels.pieces(attention))) == attention.shape[1]
+    for name, pieced in everything(layer).items():
+        agree(pieced, whole[name], rtol=1e-11, atol=1e-12 * float(whole[name].nan_to_num().abs().max()))
+
+
+def test_pieces_cover_every_destination_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    attention = random_walk(0, heads=3, tokens=10, sources=4).attention
+    monkeypatch.setattr(kernels, "WORKSPACE", 4 * 32 * 3 * 4)
+    assert [rows.indices(10)[:2] for rows in kernels.pieces(attention)] == [(0, 4), (4, 8), (8, 10)]
+    assert torch.equal(torch.cat(list(kernels.upcast(attention.float())), 1), attention.float().double())
 
 
 # --- wrong inputs ----------------------------------------------------------------------------------------------------
