@@ -26,8 +26,10 @@ def require_finite(name: str, tensor: object, ndim: int, axes: str) -> None:
 ROW_SUM_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 1e-2}
 
 
-def validate_attention(attention: Tensor) -> None:
+def validate_attention(attention: Tensor, absorption: Tensor | None = None) -> None:
     """Refuse attention that is not a finite, nonnegative, row-stochastic (head, dst, src) tensor.
+
+    With a declared ``absorption`` (head, dst), between zero and one, rows sum to one together with it.
 
     Raises
     ------
@@ -42,13 +44,23 @@ def validate_attention(attention: Tensor) -> None:
             f"dst {dst}, src {src}; pass the softmax output, not its logits"
         )
     sums = row_sums(attention)
+    if absorption is not None:
+        require_finite("absorption", absorption, 2, "head, dst")
+        absorption = absorption.detach().to(torch.float64)
+        if absorption.shape != sums.shape or absorption.min() < 0 or absorption.max() > 1:
+            raise ValueError(
+                f"absorption: expected shape (head, dst) = {tuple(sums.shape)} with entries in [0, 1], got "
+                f"{tuple(absorption.shape)} in [{absorption.min():.3g}, {absorption.max():.3g}]"
+            )
+        sums = sums + absorption
     bound = ROW_SUM_TOLERANCE.get(attention.dtype, 0.0)
     worst = (sums - 1).abs()
     if worst.max() > bound:
         head, dst = divmod(int(worst.argmax()), attention.shape[1])
         raise ValueError(
             f"attention: expected rows that sum to one within {bound:.0e}, got {sums[head, dst].item():.6g} at head "
-            f"{head}, dst {dst}; axes are (head, dst, src) with the softmax over src: transpose, or divide by row sums"
+            f"{head}, dst {dst}; axes are (head, dst, src) with the softmax over src: transpose, divide by row sums or "
+            "declare the mass that goes to a learned sink as absorption="
         )
 
 
