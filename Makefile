@@ -49,7 +49,7 @@ study: $(INSTALLED) ## Compute figures/data from the checkpoints (PROFILE=wheels
 verify: $(INSTALLED) ## Recompute a sample of the committed numbers and compare (FULL=1: all); exit status 1 if any differs
 	OMP_NUM_THREADS=1 $(PY) -m cwlib verify $(if $(filter-out 0 no false,$(FULL)),--full)
 
-bench: $(INSTALLED) ## Time cwlib beside other ways to the same numbers, into figures/data/bench.csv (DEVICE=cuda; half an hour)
+bench: $(INSTALLED) ## Time cwlib beside other ways to the same numbers, into figures/data/bench.csv (DEVICE=cuda; twenty minutes)
 	@$(CONSTRAINTS)
 	$(PY) -m pip install -q -c build/constraints.txt --no-build-isolation -e '.[bench]'
 	$(PY) -m cwlib bench --folder figures/data $(if $(DEVICE),--device $(DEVICE))

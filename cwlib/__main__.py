@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
@@ -102,14 +103,22 @@ def measure(
     with _clean_errors():
         if figure is not None and figure.suffix not in (".png", ".pdf", ".svg"):
             raise ValueError(f"figure: expected a .png, .pdf or .svg file, got {figure}")
+        for option, path in (("out", out), ("figure", figure)):  # before the work, not after it
+            if path is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                if path.is_dir() or not os.access(path.parent, os.W_OK):
+                    raise ValueError(f"{option}: expected a file in a folder that can be written to, got {path}")
         if text.is_dir():
             raise ValueError(f"text: expected one file, got the folder {text}; `study --texts` takes folders")
         [passage] = corpus.read_passages(text)
         checkpoint = open_checkpoint(source, device=device, dtype=dtype, offload=offload)
-        table = single.collect(single.measured_layers(checkpoint, passage.text, metric), out)
+        table = single.collect(
+            single.measured_layers(checkpoint, passage.text, metric and list(dict.fromkeys(metric))), out
+        )
         trained = table[(table["source"] == "trained") & (table["gauge"] != "norm")]
-        print(trained.pivot(index="layer", columns="metric", values="value").round(4).to_string())
-        print(f"{len(table)} rows in {out}")
+        print(f"{checkpoint.name}, trained, mean gauge; cwlib.METRICS[name].description says what each line is")
+        print(trained.pivot(index="layer", columns="metric", values="value").T.to_string(float_format="{:.4g}".format))
+        print(f"{len(table)} rows in {out}: these, and the norm gauge, and the same layers with Gaussian maps")
         if figure is not None:
             single.draw(table, figure)
             print(f"figure in {figure}")
@@ -135,10 +144,18 @@ def bench(
     """Time cwlib beside other ways to the same numbers, in one run; a table of ratios."""
     from cwlib import bench as module
     from cwlib import cost
+    from cwlib.checkpoints import require_device
+    from cwlib.timing import machine
 
     with _clean_errors():
-        table = module.run(profile, device, lambda part: print(f"measured: {part}", flush=True))
-        module.write(table, folder, device)
+        require_device(device)
+        table = module.run(
+            profile,
+            device,
+            report=lambda part: print(f"measured: {part}", flush=True),
+            keep=lambda rows: cost.write_partial(rows, folder),
+        )
+        cost.write(table, folder, machine(device))
         print(cost.report(table))
         print(f"bench.csv and bench.json are in {folder}")
 
@@ -176,11 +193,11 @@ def _clean_errors() -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError, CheckpointError) as error:
-        hint = "; what was computed is kept: mend this and run again" if isinstance(error, OSError) else ""
+        hint = "; what was finished is kept: mend this and run again" if isinstance(error, OSError) else ""
         typer.echo(f"error: {error}{hint}", err=True)
         raise typer.Exit(1) from error
     except KeyboardInterrupt as error:
-        typer.echo("stopped; what was computed is kept: run again to go on", err=True)
+        typer.echo("stopped; what was finished is kept", err=True)
         raise typer.Exit(130) from error
 
 

@@ -1,11 +1,12 @@
-"""Where each model family keeps the value and output maps of its attention.
+"""The attention layers of a model, with their value and output maps.
 
-A family is one entry in `FAMILIES`, keyed by the class of its attention module: the entry names the projections, and
-everything else (head counts, biases, transposed or fused weights) follows from the modules themselves. Weights are read
-raw, as stored; norms before the attention are part of the field, not of the maps.
+Where a family keeps them is an entry in `cwlib.families`. Weights are read raw, as stored; norms before the attention
+are part of the field, not of the maps.
 """
 
 import posixpath
+import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,30 +19,8 @@ from transformers.pytorch_utils import Conv1D
 
 from cwlib.checks import TOLERANCE
 from cwlib.cores import HeadTransports
+from cwlib.families import LINEAR, Family, family_of, skipped_layers, supported_types
 from cwlib.kernels import row_sums
-
-
-@dataclass(frozen=True)
-class Family:
-    """Paths of the projections, relative to the attention module ('/' steps down, '..' up).
-
-    ``fused`` projections stack query, key and value along the output features; the value is the last third.
-    """
-
-    model_types: tuple[str, ...]
-    value: str
-    output: str
-    fused: bool = False
-
-
-FAMILIES: dict[str, Family] = {
-    "BertSelfAttention": Family(("bert",), "value", "../output/dense"),
-    "MPNetSelfAttention": Family(("mpnet",), "v", "o"),
-    "GPT2Attention": Family(("gpt2",), "c_attn", "c_proj", fused=True),
-    "LlamaAttention": Family(("llama",), "v_proj", "o_proj"),
-    "Qwen2Attention": Family(("qwen2",), "v_proj", "o_proj"),
-    "Gemma3Attention": Family(("gemma3_text", "gemma3"), "v_proj", "o_proj"),
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,12 +62,14 @@ class AttentionLayer:
     Attributes
     ----------
     index : int
-        Position among the model's attention layers.
+        Position among the attention layers of its stack.
     path : str
         Name of the module in the model.
     module, projection : nn.Module
         The attention module, which sees the field and returns the attention weights, and its output projection, which
         returns the module's own attention output.
+    sinks : bool
+        Whether its softmax includes a learned logit that belongs to no token.
     in_memory : bool
         Whether the weights are; otherwise `maps` reads them from their file at each use.
     read : callable
@@ -99,8 +80,14 @@ class AttentionLayer:
     path: str
     module: nn.Module
     projection: nn.Module
+    sinks: bool
     in_memory: bool
     read: Callable[[], Maps]
+
+    @property
+    def stack(self) -> str:
+        """What the paths of the layers of one stack and kind have in common, as "decoder.layers.*.self_attn"."""
+        return stack_of(self.path)
 
     @cached_property
     def _kept(self) -> Maps:
@@ -117,14 +104,15 @@ class AttentionLayer:
         return self.maps.transports
 
 
-def supported_types() -> tuple[str, ...]:
-    """The ``model_type`` names of the families whose attention is known."""
-    return tuple(name for family in FAMILIES.values() for name in family.model_types)
+def stack_of(path: str) -> str:
+    """The path of an attention module without the number of its layer."""
+    return re.sub(r"\b\d+\b", "*", path)
 
 
 def _require_linear(module: nn.Module, path: str) -> None:
     """Refuse what is not a plain linear map with floating-point weights."""
-    if not isinstance(module, Conv1D) and type(module).forward is not nn.Linear.forward:
+    plain = isinstance(module, Conv1D) or type(module).__name__ in LINEAR or type(module).forward is nn.Linear.forward
+    if not plain:
         raise ValueError(
             f"model: expected {path} to be a plain linear layer, got {type(module).__name__}; merge adapters "
             "(merge_and_unload) or load the model unquantised first"
@@ -154,6 +142,11 @@ def _linear(module: nn.Module, path: str, stored: Mapping[str, Tensor] | None) -
     return (weight.T if isinstance(module, Conv1D) else weight), bias  # Conv1D stores (in_features, out_features)
 
 
+def _known(names: tuple[str, ...], *places: object) -> int | None:
+    """The first of these attributes that a place has, the module before its configuration."""
+    return next((getattr(p, name) for p in places for name in names if isinstance(getattr(p, name, None), int)), None)
+
+
 def _find_layer(
     model: nn.Module, index: int, path: str, module: nn.Module, family: Family, stored: Mapping[str, Tensor] | None
 ) -> AttentionLayer:
@@ -161,30 +154,38 @@ def _find_layer(
         name = posixpath.normpath(posixpath.join(path.replace(".", "/"), relative)).replace("/", ".")
         return model.get_submodule(name), name
 
-    if getattr(module, "is_cross_attention", False):
-        raise ValueError(
-            f"model: {path} is cross-attention, which this release does not read; use the self-attention stack"
-        )
     value, output = resolve(family.value), resolve(family.output)
     for projection in (value, output):
         _require_linear(*projection)
     config = getattr(module, "config", None) or model.config.get_text_config()
-    heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    heads = _known(("num_attention_heads", "num_heads", "n_heads"), module, config)
+    kv_heads = _known(("num_key_value_heads", "num_kv_heads"), module, config) or heads
     (value_rows, value_columns), (d_model, width) = _shape(value[0]), _shape(output[0])
     d_head = width // heads
-    if (value_rows, value_columns) != ((3 if family.fused else 1) * kv_heads * d_head, d_model) or width % heads:
+    stacked = kv_heads
+    if family.fused:  # the queries of cross-attention have a map of their own
+        stacked = 2 * kv_heads + (0 if getattr(module, "is_cross_attention", False) else heads)
+    if (value_rows, value_columns) != (stacked * d_head, d_model) or width % heads:
         raise ValueError(
             f"model: expected {path} to hold {kv_heads} value heads and {heads} query heads of width {d_head}, got a "
             f"{'fused ' if family.fused else ''}value map of shape {(value_rows, value_columns)} and an output map of "
             f"shape {(d_model, width)}"
         )
 
+    def value_heads(rows: Tensor) -> Tensor:
+        if family.fused == "grouped":
+            return rows.unflatten(0, (kv_heads, -1, d_head))[:, -1]
+        return rows[-kv_heads * d_head :].unflatten(0, (kv_heads, d_head))
+
     def read() -> Maps:
-        return _read(*_linear(*value, stored), *_linear(*output, stored), heads, kv_heads, family.fused)
+        (weight, bias), (out, out_bias) = _linear(*value, stored), _linear(*output, stored)
+        transports = HeadTransports(
+            value_heads(weight), out.unflatten(1, (heads, d_head)).permute(1, 0, 2), groups=heads // kv_heads
+        )
+        return Maps(transports, None if bias is None else _per_head(value_heads(bias), transports), out_bias)
 
     in_memory = not (value[0].weight.is_meta or output[0].weight.is_meta)
-    return AttentionLayer(index, path, module, output[0], in_memory, read)
+    return AttentionLayer(index, path, module, output[0], family.sinks, in_memory, read)
 
 
 def _shape(projection: nn.Module) -> tuple[int, int]:
@@ -192,31 +193,12 @@ def _shape(projection: nn.Module) -> tuple[int, int]:
     return (columns, rows) if isinstance(projection, Conv1D) else (rows, columns)
 
 
-def _read(
-    value: Tensor,
-    value_bias: Tensor | None,
-    output: Tensor,
-    output_bias: Tensor | None,
-    heads: int,
-    kv_heads: int,
-    fused: bool,
-) -> Maps:
-    if fused:
-        value = value.chunk(3)[2]
-        value_bias = None if value_bias is None else value_bias.chunk(3)[2]
-    d_head = output.shape[1] // heads
-    transports = HeadTransports(
-        value.unflatten(0, (kv_heads, d_head)),
-        output.unflatten(1, (heads, d_head)).permute(1, 0, 2),
-        groups=heads // kv_heads,
-    )
-    per_head = None
-    if value_bias is not None:
-        bias = transports.per_head(value_bias.to(torch.float64).view(kv_heads, d_head))
-        # upcast a part of the rows at a time
-        parts = [torch.einsum("hda,ha->hd", rows.to(torch.float64), bias) for rows in transports.output.split(64, 1)]
-        per_head = torch.cat(parts, 1)
-    return Maps(transports, per_head, output_bias)
+def _per_head(bias: Tensor, transports: HeadTransports) -> Float[Tensor, "head d_model"]:
+    """O_h b_V^h, float64."""
+    bias = transports.per_head(bias.to(torch.float64))
+    # upcast a part of the rows at a time
+    parts = [torch.einsum("hda,ha->hd", rows.to(torch.float64), bias) for rows in transports.output.split(64, 1)]
+    return torch.cat(parts, 1)
 
 
 def attention_layers(model: nn.Module, stored: Mapping[str, Tensor] | None = None) -> tuple[AttentionLayer, ...]:
@@ -229,22 +211,30 @@ def attention_layers(model: nn.Module, stored: Mapping[str, Tensor] | None = Non
     stored : mapping of str to Tensor, optional
         Where the parameters of a model without weights (on the meta device) are, by name; asked layer by layer.
 
+    Returns
+    -------
+    tuple of AttentionLayer
+        One per module, in the order of the model; a module that several layers share (ALBERT) is there once.
+
     Raises
     ------
     ValueError
         If the model holds no attention module of a known family, or a projection is not a plain linear map; the
         message lists what is supported.
     """
-    found = []
+    found, counts = [], Counter()
     for path, module in model.named_modules():
-        # Dispatch on the class (or a base class), never on shapes: a square matrix does not tell its role.
-        known = [FAMILIES[c.__name__] for c in type(module).__mro__ if c.__name__ in FAMILIES]
-        if known:
-            found.append((path, module, known[0]))
+        family = family_of(module)
+        if family is not None:
+            layer = _find_layer(model, counts[stack_of(path)], path, module, family, stored)
+            counts[layer.stack] += 1
+            found.append(layer)
     if not found:
         kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+        reasons = "; ".join(dict.fromkeys(reason for _, reason in skipped_layers(model)))
         raise ValueError(
-            f"model: unsupported type {kind!r}; expected one of {', '.join(supported_types())}. For another model "
-            "pass its attention, value and output tensors to cwlib.ConnectionWalk"
+            f"model: unsupported type {kind!r}{f' ({reasons})' if reasons else ''}; expected one of "
+            f"{', '.join(supported_types())}. For another model pass its attention, value and output tensors to "
+            "cwlib.ConnectionWalk"
         )
-    return tuple(_find_layer(model, i, path, module, family, stored) for i, (path, module, family) in enumerate(found))
+    return tuple(found)

@@ -27,9 +27,8 @@ from cwlib.footprint import WAYS, capture_way, gpt2, run_through, token_ids
 from cwlib.laplacian import laplacian_defect
 from cwlib.measures import uniform_measure
 from cwlib.sizes import PROFILES, Profile, Shape, causal_attention, fresh, transports_of
-from cwlib.style import write_atomically
 from cwlib.synthetic import generator
-from cwlib.timing import Timing, gemm_rate, interleaved, machine
+from cwlib.timing import Timing, gemm_rate, interleaved
 from cwlib.walk import ConnectionWalk
 
 
@@ -241,7 +240,12 @@ class Bench:
         self.report("matrix products")
 
 
-def run(profile: str = "full", device: str = "cpu", report: Callable[[str], None] = print) -> pd.DataFrame:
+def run(
+    profile: str = "full",
+    device: str = "cpu",
+    report: Callable[[str], None] = print,
+    keep: Callable[[pd.DataFrame], None] = lambda _: None,
+) -> pd.DataFrame:
     """Measure everything, in one process and on one machine.
 
     Parameters
@@ -252,6 +256,8 @@ def run(profile: str = "full", device: str = "cpu", report: Callable[[str], None
         "cpu", or a CUDA device of torch.
     report : callable
         Is told of every finished part.
+    keep : callable
+        Is given the rows so far after each group of parts.
 
     Returns
     -------
@@ -278,15 +284,10 @@ def run(profile: str = "full", device: str = "cpu", report: Callable[[str], None
         bench.big,
     ):
         part()
+        keep(pd.DataFrame(bench.rows).reindex(columns=COLUMNS))
     if not bench.lens:
         report("TransformerLens is not installed and was not measured: pip install 'cwlib[bench]'")
     return pd.DataFrame(bench.rows).reindex(columns=COLUMNS)
-
-
-def write(table: pd.DataFrame, folder: Path, device: str) -> None:
-    """Write bench.csv, and bench.json with the machine and versions that it was measured with."""
-    write_atomically(folder / "bench.csv", table.to_csv(index=False, float_format="%.6g").encode())
-    write_atomically(folder / "bench.json", f"{json.dumps(machine(device), indent=1)}\n".encode())
 
 
 def _error(theirs: Tensor, mine: Tensor) -> float:

@@ -8,12 +8,14 @@ no second pass is needed.
 import inspect
 import queue
 import threading
+import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +24,10 @@ from cwlib._types import Field, Section
 from cwlib.architectures import AttentionLayer, attention_layers
 from cwlib.checkpoints import Checkpoint
 from cwlib.checks import relative_residual
+from cwlib.families import family_of, skipped_layers
+from cwlib.inputs import kept_tokens, model_inputs
+from cwlib.kernels import row_sums
+from cwlib.loading import use_attention
 from cwlib.walk import ConnectionWalk
 
 
@@ -32,24 +38,31 @@ class LayerWalk:
     Attributes
     ----------
     index : int
-        Layer number, from 0.
+        Layer number in its stack, from 0.
     walk : ConnectionWalk
         Attention as the model computed it, value and output maps, and the constant section of the biases.
     field : Float[Tensor, "src d_model"]
-        The token vectors that the attention saw (after the norm in pre-norm models), in the model's dtype.
+        The token vectors that the attention saw (after the norm in pre-norm models), in the model's dtype; under
+        cross-attention those it attends to, the encoder's output.
     output : Float[Tensor, "dst d_model"]
         The module's own attention output after its output projection, before residual and post-norm.
+    path : str
+        Name of the attention module in the model.
+    kind : {"self", "cross"}
+        Whether the attention is to the same sequence, or to another (a bipartite walk).
     """
 
     index: int
     walk: ConnectionWalk
     field: Field = dataclass_field(repr=False)
     output: Section = dataclass_field(repr=False)
+    path: str
+    kind: Literal["self", "cross"]
     _previous: "weakref.ref[LayerWalk] | None" = dataclass_field(default=None, repr=False)
 
     @property
     def previous(self) -> "LayerWalk | None":
-        """The layer before, as long as it is alive: while streaming, until the next layer is asked for."""
+        """The layer before in the same stack and of the same kind, while it lives: until the next is asked for."""
         return None if self._previous is None else self._previous()
 
     def residual(self) -> float:
@@ -63,6 +76,7 @@ class _Cancelled(BaseException):
 
 _EAGER_USERS: "weakref.WeakKeyDictionary[nn.Module, tuple[int, str]]" = weakref.WeakKeyDictionary()
 _EAGER_LOCK = threading.Lock()
+_WARNED: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
 
 @contextmanager
@@ -72,7 +86,7 @@ def _eager_attention(model: nn.Module) -> Iterator[None]:
         users, found = _EAGER_USERS.get(model, (0, model.config._attn_implementation))
         _EAGER_USERS[model] = (users + 1, found)
         if users == 0 and found != "eager":
-            model.set_attn_implementation("eager")
+            use_attention(model, "eager")
     try:
         yield
     finally:
@@ -81,85 +95,26 @@ def _eager_attention(model: nn.Module) -> Iterator[None]:
             if users > 1:
                 _EAGER_USERS[model] = (users - 1, found)
             elif found != "eager":
-                model.set_attn_implementation(found)
-
-
-def token_ids(checkpoint: Checkpoint, text: str | Sequence[int] | Tensor) -> Tensor:
-    """Token ids of one text as a (1, n) tensor on the checkpoint's device.
-
-    Parameters
-    ----------
-    checkpoint : Checkpoint
-        Supplies the tokenizer and the limits.
-    text : str, sequence of int, or integer Tensor
-        A text, encoded with the tokenizer's special tokens; or the ids of one unpadded sequence, shape (n,) or (1, n).
-
-    Raises
-    ------
-    ValueError
-        If the text is empty, ids are out of the vocabulary or not of one sequence, a padded batch is given, or the
-        sequence is longer than the model's context.
-    """
-    if isinstance(text, str):
-        ids = torch.tensor(checkpoint.encode(text))
-    else:
-        if hasattr(text, "keys"):
-            raise ValueError(
-                "text: expected a string or the ids of one unpadded sequence, got a mapping; pass "
-                "batch['input_ids'][0][batch['attention_mask'][0].bool()], which drops the padding"
-            )
-        try:
-            ids = torch.as_tensor(text)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise ValueError(
-                f"text: expected a string or a sequence of token ids, got {type(text).__name__}"
-            ) from error
-    if ids.ndim == 2 and ids.shape[0] == 1:
-        ids = ids[0]
-    if ids.ndim != 1:
-        raise ValueError(
-            f"text: expected one sequence of shape (n,) or (1, n), got {tuple(ids.shape)}; call layers once per "
-            "sequence, without padding"
-        )
-    if len(ids) == 0:
-        raise ValueError("text: expected at least one token, got none; pass a non-empty text")
-    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-        raise ValueError(f"text: expected integer token ids, got {ids.dtype}")
-    ids = ids.to(torch.long)
-    vocabulary = checkpoint.model.get_input_embeddings().num_embeddings
-    if int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
-        raise ValueError(
-            f"text: expected token ids in 0..{vocabulary - 1}, got {int(ids.min())}..{int(ids.max())}; "
-            "were they made by another tokenizer?"
-        )
-    limit = checkpoint.context_length
-    if limit is not None and len(ids) > limit:
-        raise ValueError(
-            f"text: expected at most {limit} tokens, the context of {checkpoint.name}, got {len(ids)}; shorten the text"
-        )
-    return ids[None].to(checkpoint.device)
+                use_attention(model, found)
 
 
 class _Capture:
-    """Hooks that assemble one LayerWalk per attention layer and pass it to the consumer."""
+    """Hooks that assemble one LayerWalk per call of an attention layer and pass it to the consumer."""
 
-    def __init__(
-        self,
-        layers: Sequence[AttentionLayer],
-        keep_cores: bool,
-        deliver: "queue.Queue",
-        resume: threading.Semaphore,
-    ) -> None:
-        self.keep_cores, self.deliver, self.resume = keep_cores, deliver, resume
+    def __init__(self, layers: Sequence[AttentionLayer], keep_cores: bool, inputs: Mapping[str, Tensor]) -> None:
+        self.keep_cores, self.inputs = keep_cores, inputs
+        self.deliver: queue.Queue = queue.Queue()
+        self.resume = threading.Semaphore(0)
         self.stopped = False
         self.thread: threading.Thread | None = None
         self.handles: list = []
+        self.calls: Counter[str] = Counter()
+        self.seen: dict[str, dict[str, Any]] = {layer.path: {} for layer in layers}
         for layer in layers:
-            seen: dict[str, Tensor] = {}
-            self._hook(layer, seen)
+            self._hook(layer, self.seen[layer.path])
 
-    def _hook(self, layer: AttentionLayer, seen: dict[str, Tensor]) -> None:
-        wants_flag = "output_attentions" in inspect.signature(layer.module.forward).parameters
+    def _hook(self, layer: AttentionLayer, seen: dict[str, Any]) -> None:
+        signature = inspect.signature(layer.module.forward)
 
         def mine() -> bool:
             # Two captures of one model may interleave; each sees only its own forward pass.
@@ -167,18 +122,25 @@ class _Capture:
 
         # torch calls a hook that another thread removes meanwhile without its keyword arguments.
         def before(_module: nn.Module, *call: Any) -> tuple[tuple, dict] | None:
-            if not (mine() and wants_flag):
+            if not (mine() and "output_attentions" in signature.parameters):
                 return None
             args, kwargs = call
-            return args, kwargs | {"output_attentions": True}
+            bound = signature.bind(*args, **kwargs)
+            bound.arguments["output_attentions"] = True
+            return bound.args, bound.kwargs
 
         def attended(_module: nn.Module, *call: Any) -> None:
             if mine():
                 args, kwargs, result = call
-                if len(result) < 2 or result[1] is None:
+                attention = result[-1] if isinstance(result, tuple) else None
+                if not isinstance(attention, Tensor) or attention.ndim != 4:
                     raise RuntimeError(f"{layer.path}: the eager attention path returned no attention weights")
-                seen["field"] = args[0] if args else kwargs["hidden_states"]
-                seen["attention"] = result[1]
+                given = signature.bind(*args, **kwargs).arguments
+                others = (given.get(name) for name in ("key_value_states", "encoder_hidden_states"))
+                other = next((states for states in others if states is not None), None)
+                seen["kind"] = "self" if other is None else "cross"
+                seen["field"] = next(iter(given.values())) if other is None else other
+                seen["attention"] = attention
                 finish()
 
         def projected(_module: nn.Module, _args: tuple, result: Tensor) -> None:
@@ -188,11 +150,21 @@ class _Capture:
 
         def finish() -> None:
             # The projection runs inside the attention module in most families, after it in BERT.
-            if len(seen) == 3:
+            if len(seen) == 4:
+                kind = seen.pop("kind")
                 field, attention, output = (seen.pop(k)[0].detach() for k in ("field", "attention", "output"))
+                decoder = "decoder_input_ids" in self.inputs and layer.path.startswith("decoder.")
+                dst, src = kept_tokens(self.inputs, decoder, kind == "cross")
+                if dst is not None:
+                    attention, output = attention[:, dst], output[dst]
+                if src is not None:
+                    attention, field = attention[:, :, src], field[src]
                 maps = layer.maps if self.keep_cores else layer.read()
-                walk = ConnectionWalk.from_transports(attention, maps.transports, maps.constant(attention))
-                self.hand_over((layer.index, walk, field, output))
+                absorbed = (1 - row_sums(attention)).clamp_min(0) if layer.sinks else None
+                walk = ConnectionWalk.from_transports(attention, maps.transports, maps.constant(attention), absorbed)
+                index = self.calls[layer.stack]  # not the module's: layers may share one
+                self.calls[layer.stack] += 1
+                self.hand_over((layer.stack, (index, walk, field, output, layer.path, kind)))
 
         self.handles.append(layer.module.register_forward_pre_hook(before, with_kwargs=True))
         self.handles.append(layer.module.register_forward_hook(attended, with_kwargs=True))
@@ -205,9 +177,27 @@ class _Capture:
         if self.stopped:
             raise _Cancelled
 
+    def run(self, model: nn.Module) -> None:
+        """The forward pass; what ends it is handed over too."""
+        try:
+            self.resume.acquire()
+            if not self.stopped:
+                with torch.inference_mode(False), torch.no_grad():
+                    extra = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+                    model(**self.inputs, **extra)
+                if unfinished := [path for path, seen in self.seen.items() if seen]:
+                    raise RuntimeError(f"{unfinished[0]}: the model did not call its output projection")
+            self.deliver.put(None)
+        except _Cancelled:
+            self.deliver.put(None)
+        except BaseException as error:  # handed to the consumer, which raises it
+            self.deliver.put(error)
+
 
 def layers(
-    checkpoint: Checkpoint, text: str | Sequence[int] | Tensor, attention: Sequence[AttentionLayer] | None = None
+    checkpoint: Checkpoint,
+    text: str | Sequence[int] | Tensor | Mapping[str, Any],
+    attention: Sequence[AttentionLayer] | None = None,
 ) -> Iterator[LayerWalk]:
     r"""Stream the attention layers of a model on one text as connection walks.
 
@@ -215,8 +205,10 @@ def layers(
     ----------
     checkpoint : Checkpoint
         From `cwlib.open_checkpoint`.
-    text : str, sequence of int, or integer Tensor
-        One text, or the token ids of one unpadded sequence.
+    text : str, sequence of int, integer Tensor, or mapping of str to these
+        One text, or the token ids of one sequence without padding; or the model's inputs for one example by name, as
+        ``{"pixel_values": ...}``, or ``{"input_ids": ..., "decoder_input_ids": ...}`` for an encoder-decoder. Tokens
+        that an ``attention_mask`` there marks as padding are left out of walk, field and output.
     attention : sequence of AttentionLayer, optional
         From `cwlib.architectures.attention_layers`, to compute the cores of the weights once for many texts, as long as
         the weights do not change. By default they are read from the model at every call.
@@ -229,8 +221,13 @@ def layers(
     Raises
     ------
     ValueError
-        If the input is empty, padded, too long or not of this vocabulary; if the model is in training mode (dropout
-        would be part of the walk); or if its attention is of an unsupported type.
+        If the input is empty, of several examples, too long or not of this vocabulary; if the model is in training mode
+        (dropout would be part of the walk); or if its attention is of an unsupported type.
+
+    Warns
+    -----
+    UserWarning
+        Once per model, if it has layers that are no connection walks (`cwlib.families.skipped_layers`).
 
     Notes
     -----
@@ -240,53 +237,48 @@ def layers(
     if model.training:
         raise ValueError("checkpoint: expected a model in evaluation mode, got training mode; call model.eval()")
     found = attention_layers(model) if attention is None else attention
-    modules = dict(model.named_modules())
-    if [entry.index for entry in found] != list(range(len(found))) or not found:
+    own = [(path, module) for path, module in model.named_modules() if family_of(module) is not None]
+    if [entry.path for entry in found] != [path for path, _ in own] or not found:
         raise ValueError("attention: expected all layers of attention_layers(checkpoint.model) in order, got others")
-    if any(modules.get(entry.path) is not entry.module for entry in found):
+    if any(entry.module is not module for entry, (_, module) in zip(found, own, strict=True)):
         raise ValueError("attention: expected the layers of this model, got another's; pass attention_layers(model)")
-    return _stream(model, found, attention is not None, token_ids(checkpoint, text))
+    if model not in _WARNED and (skipped := skipped_layers(model)):
+        path, reason = skipped[0]
+        warnings.warn(
+            f"{checkpoint.name}: {len(skipped)} layers are left out, first {path}: {reason} "
+            "(cwlib.families.skipped_layers lists them)",
+            stacklevel=2,
+        )
+    _WARNED.add(model)
+    return _stream(model, found, attention is not None, model_inputs(checkpoint, text))
 
 
-def _stream(model: nn.Module, found: Sequence[AttentionLayer], keep_cores: bool, ids: Tensor) -> Iterator[LayerWalk]:
-    deliver: queue.Queue = queue.Queue()
-    resume = threading.Semaphore(0)
-    capture = _Capture(found, keep_cores, deliver, resume)
-
-    def forward() -> None:
-        try:
-            resume.acquire()
-            if not capture.stopped:
-                with torch.inference_mode(False), torch.no_grad():
-                    extra = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
-                    model(input_ids=ids, attention_mask=torch.ones_like(ids), **extra)
-            deliver.put(None)
-        except _Cancelled:
-            deliver.put(None)
-        except BaseException as error:  # handed to the consumer, which raises it
-            deliver.put(error)
-
-    thread = capture.thread = threading.Thread(target=forward, name="cwlib-forward", daemon=True)
-    previous: LayerWalk | None = None
+def _stream(
+    model: nn.Module, found: Sequence[AttentionLayer], keep_cores: bool, inputs: Mapping[str, Tensor]
+) -> Iterator[LayerWalk]:
+    capture = _Capture(found, keep_cores, inputs)
+    thread = threading.Thread(target=capture.run, args=(model,), name="cwlib-forward", daemon=True)
+    capture.thread = thread
+    latest: dict[str, LayerWalk] = {}  # of every stack
     try:
         with _eager_attention(model):
             try:
                 thread.start()
                 while True:
-                    resume.release()
-                    item = deliver.get()
+                    capture.resume.release()
+                    item = capture.deliver.get()
                     if item is None:
                         break
                     if isinstance(item, BaseException):
                         raise item
-                    link = None if previous is None else weakref.ref(previous)
-                    current = LayerWalk(*item, link)
-                    del item
+                    stack, content = item
+                    current = LayerWalk(*content, weakref.ref(latest[stack]) if stack in latest else None)
+                    del item, content
                     yield current
-                    previous = current
+                    latest[stack] = current
             finally:
                 capture.stopped = True
-                resume.release()
+                capture.resume.release()
                 thread.join()
     finally:
         for handle in capture.handles:

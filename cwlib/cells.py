@@ -195,7 +195,8 @@ def evaluate(
     for index, layer in _measured(cell, checkpoint, gaussians, found):
         if pairs:
             # all layers at once, so without what the other metrics have computed on each
-            bare = ConnectionWalk.from_transports(layer.walk.attention, layer.walk.transports)
+            walk = layer.walk
+            bare = ConnectionWalk.from_transports(walk.attention, walk.transports, None, walk.absorption)
             chain = NullLayer(bare, layer.field, chain, index)
         for name in cell.metrics:
             metric = METRICS[name]

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from cwlib.loading import load_config, load_model, load_tokenizer, quiet
+from cwlib.loading import load_config, load_model, load_tokenizer, quiet, use_attention
 from cwlib.sources import locate
 from cwlib.tiny import ByteTokenizer, random_model, tiny_config
 
+_CAUSAL = ("bloom", "clip_text_model")  # causal by their masks: their attention modules do not say so, or deny it
 DTYPES = {
     "float32": torch.float32,
     "float64": torch.float64,
@@ -58,7 +59,11 @@ class Checkpoint:
 
     @property
     def kind(self) -> str:
-        """Either "decoder", where attention is causal, or "encoder"."""
+        """One of "decoder", where attention is causal, "encoder" and "encoder-decoder"."""
+        if getattr(self.model.config, "is_encoder_decoder", False):
+            return "encoder-decoder"
+        if self.model.config.model_type in _CAUSAL:
+            return "decoder"
         flags = [module.is_causal for module in self.model.modules() if hasattr(module, "is_causal")]
         if not flags:  # attention that does not say: MPNet, and decoders with code older than the flag
             names = self.model.config.architectures or ()
@@ -75,6 +80,8 @@ class Checkpoint:
     def context_length(self) -> int | None:
         """Longest input in tokens; None when the model sets no limit."""
         limit = getattr(self.model.config, "max_position_embeddings", None)
+        if limit is None:
+            return None
         for name, module in self.model.named_modules():
             # MPNet and RoBERTa count positions from padding_idx + 1
             if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
@@ -144,7 +151,7 @@ def open_checkpoint(
         if offload:
             raise ValueError("offload: a live model is in memory already; open its folder instead")
         return _live(source, device, dtype, tokenizer)
-    place, torch_dtype = _device(device), _dtype(dtype)
+    place, torch_dtype = require_device(device), _dtype(dtype)
     found = locate(source)
     tokenizer = load_tokenizer(found.folder) if tokenizer is None else tokenizer
     if offload:
@@ -154,8 +161,7 @@ def open_checkpoint(
         model = load_model(found.folder, torch_dtype, True, device_map)
     else:
         model = load_model(found.folder, torch_dtype, found.safetensors).to(place)
-    model.requires_grad_(False)
-    _require_one_stack(model)
+    _compute_experts(model.requires_grad_(False), torch_dtype)
     return Checkpoint(found.name, model, tokenizer, found.sha256, found.precision, str(place), dtype)
 
 
@@ -184,7 +190,7 @@ def initialise(
     ValueError, CheckpointError
         As `open_checkpoint`.
     """
-    place, torch_dtype = _device(device), _dtype(dtype)
+    place, torch_dtype = require_device(device), _dtype(dtype)
     if isinstance(source, PreTrainedModel):
         source = open_checkpoint(source)
     if isinstance(source, Checkpoint):
@@ -193,7 +199,6 @@ def initialise(
         found = locate(source)
         name, config, tokenizer = found.name, load_config(found.folder), load_tokenizer(found.folder)
     model = random_model(config, seed, rescale=False)
-    _require_one_stack(model)
     return _random_checkpoint(f"{name}@init{seed}", model, tokenizer, f"initialise {seed}", torch_dtype, place)
 
 
@@ -206,7 +211,7 @@ def tiny_checkpoint(family: str, seed: int = 0, dtype: str = "float32", **overri
     Parameters
     ----------
     family
-        "bert", "mpnet", "gpt2", "llama", "qwen2" or "gemma3"; hidden size 48, 4 heads, 3 layers (Gemma: 4).
+        A name out of `cwlib.tiny.TINY`; hidden size 48, 4 heads, two to four layers.
     seed
         Of the weights.
     dtype
@@ -227,21 +232,21 @@ def tiny_checkpoint(family: str, seed: int = 0, dtype: str = "float32", **overri
 
 def _live(model: PreTrainedModel, device: str, dtype: str, tokenizer: Any) -> Checkpoint:
     base = model.base_model
-    _require_one_stack(base)
     own = str(base.dtype).removeprefix("torch.")
     if dtype not in ("float32", own):
         raise ValueError(f"dtype: a live model stays in its own dtype, {own}; convert it before, got {dtype!r}")
     if device not in ("auto", str(base.device), base.device.type):
         raise ValueError(f"device: a live model stays on its device, {base.device}; move it before, got {device!r}")
     base.eval()
-    base.set_attn_implementation("eager")
+    use_attention(base, "eager")
+    _compute_experts(base, base.dtype)
     name = Path(base.config.name_or_path).name or type(base).__name__
     return Checkpoint(name, base, tokenizer, "", own, str(base.device), own)
 
 
-def _require_one_stack(model: PreTrainedModel) -> None:
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise ValueError(f"source: {type(model).__name__} is an encoder-decoder; expected one stack of self-attention")
+def _compute_experts(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    if dtype == torch.float64:  # which torch's grouped product, the default, does not take
+        model.set_experts_implementation("eager")
 
 
 def _random_checkpoint(
@@ -254,16 +259,20 @@ def _random_checkpoint(
     for parameter in model.parameters():  # and no buffer: rotary frequencies stay float32, as in from_pretrained
         parameter.data = parameter.data.to(dtype)
     model = model.to(device).eval().requires_grad_(False)
+    _compute_experts(model, dtype)
     return Checkpoint(name, model, tokenizer, digest, "float32", str(device), str(dtype).removeprefix("torch."))
 
 
-def _device(device: str) -> torch.device:
+def require_device(device: str) -> torch.device:
+    """The device of a name; ValueError if torch does not know it, or there is none."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         place = torch.device(device)
     except RuntimeError as error:
         raise ValueError(f"device: expected 'auto' or a torch device, got {device!r}") from error
+    if place.type == "meta":
+        raise ValueError("device: expected one that holds numbers, got 'meta'")
     if place.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device: {device!r} was asked for, but torch finds no CUDA device; use 'auto' or 'cpu'")
     return place

@@ -1,7 +1,12 @@
 """The table of a benchmark: its columns, the powers of growth fitted to it, and how it reads as text."""
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pandas as pd
+
+from cwlib.style import write_atomically
 
 #: exponents of T9 in the growth of time: (work, variable) -> at most
 THEORY = {
@@ -24,13 +29,15 @@ def exponents(table: pd.DataFrame) -> pd.DataFrame:
     Returns
     -------
     pd.DataFrame
-        Columns work, variable, exponent, theory.
+        Columns work, variable, exponent, last (the power between the two largest sizes alone), theory.
     """
     rows = []
     for (work, variable), theory in THEORY.items():
         found = table[(table["group"] == "growth") & (table["case"] == f"{work} over {variable}")]
-        slope = np.polyfit(np.log(found["way"].astype(float)), np.log(found["value"]), 1)[0]
-        rows.append({"work": work, "variable": variable, "exponent": float(slope), "theory": theory})
+        sizes, values = np.log(found["way"].astype(float).to_numpy()), np.log(found["value"].to_numpy())
+        last = (values[-1] - values[-2]) / (sizes[-1] - sizes[-2])
+        fitted = {"exponent": float(np.polyfit(sizes, values, 1)[0]), "last": float(last), "theory": theory}
+        rows.append({"work": work, "variable": variable} | fitted)
     return pd.DataFrame(rows)
 
 
@@ -42,23 +49,32 @@ def report(table: pd.DataFrame) -> str:
     return f"{shown.to_string(index=False, float_format='{:.3g}'.format, na_rep='')}\n\ngrowth\n{fitted}"
 
 
+def write_partial(table: pd.DataFrame, folder: Path) -> None:
+    """Write the rows of a run that has not ended to bench.partial.csv: an interrupted run leaves them there."""
+    write_atomically(folder / "bench.partial.csv", table.to_csv(index=False, float_format="%.6g").encode())
+
+
+def write(table: pd.DataFrame, folder: Path, machine: dict[str, object]) -> None:
+    """Write bench.csv, and bench.json with the machine and versions that it was measured with."""
+    write_atomically(folder / "bench.csv", table.to_csv(index=False, float_format="%.6g").encode())
+    write_atomically(folder / "bench.json", f"{json.dumps(machine, indent=1)}\n".encode())
+    (folder / "bench.partial.csv").unlink(missing_ok=True)
+
+
 def markdown(table: pd.DataFrame) -> str:
     """The README's account of a benchmark: what cwlib took, and how many times as much other ways took.
 
-    An asterisk marks what was extrapolated from a part of the work. Of captures the longest model at 512 tokens.
+    An asterisk marks what was extrapolated from a part of the work. Of captures those of the largest model.
     """
 
     def star(row: pd.Series) -> str:
         return "*" if row["sampled"] < 1 else ""
 
     lines = ["| computed | cwlib takes | other ways, times as much |", "| --- | --- | --- |"]
-    middle = table["tokens"].isna() | (table["group"].isin(["edge isometry", "Laplacian defect", "Schmidt values"]))
-    captures = table[table["group"].str.startswith("capture")]
-    if len(captures):
-        lengths = sorted(captures["tokens"].unique())
-        middle |= (captures["tokens"] == lengths[len(lengths) // 2]) & (captures["case"] == captures["case"].iloc[-1])
-    shown = table[middle.fillna(False) & ~table["group"].isin(["growth", "matrix products"])]
-    for (group, case), rows in shown.groupby(["group", "case"], sort=False):
+    captures = table["group"].str.startswith("capture")
+    largest = table.loc[captures, "case"].iloc[-1] if captures.any() else ""
+    shown = table[(~captures | (table["case"] == largest)) & ~table["group"].isin(["growth", "matrix products"])]
+    for (group, case, _), rows in shown.groupby(["group", "case", "tokens"], sort=False, dropna=False):
         own = rows[rows["way"] == "cwlib"].iloc[0]
         others = [
             f"{row['way']} {_digits(row['value'] / own['value'])}{star(row)}"

@@ -56,7 +56,7 @@ def report(findings: Iterator[Finding], tell: Callable[[str], None] = print) -> 
     for finding in findings:
         sound = sound and finding.verdict != "fails"
         advice = f" - {finding.advice}" if finding.advice else ""
-        tell(f"{finding.verdict:<6}{finding.about:<18}{finding.found}{advice}")
+        tell(f"{finding.verdict:<6}{finding.about:<21}{finding.found}{advice}")
     return sound
 
 
@@ -126,8 +126,10 @@ def _cache() -> Iterator[Finding]:
     probe = folder / f".doctor-{uuid4().hex}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe.write_bytes(b"cwlib")
-        probe.unlink()
+        try:
+            probe.write_bytes(b"cwlib")
+        finally:
+            probe.unlink(missing_ok=True)
     except OSError as error:
         advice = f"cannot be written to ({error}): set CWLIB_CACHE to another folder"
         yield Finding("cache", str(folder), "fails", advice)

@@ -26,6 +26,7 @@ from cwlib.measures import (
     reversibility_defect,
     stochasticity_defect,
     token_flow,
+    uniform_measure,
 )
 from cwlib.measures import whitening_metric as whitening_metric
 from cwlib.validation import require_finite
@@ -74,10 +75,17 @@ def in_metric(walk: AnyWalk, metric: Float[Tensor, "*token d_model d_model"]) ->
     transports = walk.transports
     value = transports._v @ torch.linalg.inv(root)
     constant = None if walk.constant is None else walk.constant.to(torch.float64) @ root
-    return ConnectionWalk(walk.attention, value, root @ transports._o, constant, walk.groups)
+    return ConnectionWalk(walk.attention, value, root @ transports._o, constant, walk.groups, walk.absorption)
 
 
 _CHOSEN: "WeakKeyDictionary[AnyWalk, Measure]" = WeakKeyDictionary()  # walks do not change
+
+
+def _choose(walk: AnyWalk) -> tuple[str, Measure]:
+    # a walk that absorbs has no stationary law
+    if getattr(walk, "absorption", None) is not None:
+        return "uniform", uniform_measure(walk.n_dst, walk.attention.device)
+    return choose_measure(walk.effective_walk("mean"))
 
 
 def measure_and_flow(walk: AnyWalk, measure: Measure | None) -> tuple[Measure, Float[Tensor, "dst src"]]:
@@ -91,7 +99,7 @@ def measure_and_flow(walk: AnyWalk, measure: Measure | None) -> tuple[Measure, F
     elif walk in _CHOSEN:
         measure = _CHOSEN[walk]
     else:
-        measure = _CHOSEN[walk] = choose_measure(matrix)[1]
+        measure = _CHOSEN[walk] = _choose(walk)[1]
     return measure, token_flow(matrix, measure)
 
 
@@ -271,7 +279,7 @@ def conditions(walk: AnyWalk, measure: Measure | None = None) -> dict[str, str |
     given = measure is not None
     measure, _ = measure_and_flow(walk, measure)
     matrix = walk.effective_walk("mean")
-    name = "given" if given else choose_measure(matrix)[0]
+    name = "given" if given else _choose(walk)[0]
     operator = metric_defect, inverse_defect, mass, detailed_balance_defect, laplacian_defect, metric_balance_defect
     return {
         "measure": name,

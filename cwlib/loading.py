@@ -40,6 +40,14 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
+def use_attention(model: PreTrainedModel, implementation: str) -> None:
+    """Switch the attention path of a model and its parts, as "eager" or "sdpa"."""
+    with quiet():
+        model.set_attn_implementation(implementation)
+    # Falcon and others declare that they cannot switch, but look here at every pass
+    model.config._attn_implementation = implementation
+
+
 def load_config(folder: Path) -> Any:
     """The model configuration in a folder; `CheckpointError` if transformers cannot read it."""
     with _explained(f"config.json in {folder} could not be read"):

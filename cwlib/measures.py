@@ -28,9 +28,12 @@ def stochastic_walk(walk: ConnectionWalk, gauge: str = "mean") -> Walk:
     Raises
     ------
     ValueError
-        If the gauge is unknown, or in the norm gauge if some row carries no flow at all.
+        If the gauge is unknown, the walk absorbs (in the norm gauge it does not matter), or in the norm gauge if some
+        row carries no flow at all.
     """
     require_gauge(gauge)
+    if walk.absorption is not None and gauge != "norm":
+        raise ValueError("walk: expected a row-stochastic walk, got one with absorption; use the norm gauge")
     matrix = walk.effective_walk("mean" if gauge == "sum" else gauge)
     sums = matrix.sum(1, keepdim=True)
     if (sums == 0).any():

@@ -71,10 +71,14 @@ _TOKEN_WALKS: "WeakKeyDictionary[ConnectionWalk, dict[Gauge, TokenWalk | None]]"
 
 
 def _token_walk(walk: ConnectionWalk, gauge: Gauge) -> TokenWalk | None:
-    """W with its measure and spectrum, kept while the layer lives; None if nothing flows into some token."""
+    """W with its measure and spectrum, kept while the layer lives; None if it is not stochastic.
+
+    That is, if nothing flows into some token, or in the mean gauge if the walk absorbs.
+    """
     known = _TOKEN_WALKS.setdefault(walk, {})
     if gauge not in known:
-        defined = bool((walk.effective_walk(gauge) > 0).any(1).all())
+        absorbs = gauge == "mean" and walk.absorption is not None
+        defined = not absorbs and bool((walk.effective_walk(gauge) > 0).any(1).all())
         known[gauge] = TokenWalk(stochastic_walk(walk, gauge)) if defined else None
     return known[gauge]
 

@@ -107,12 +107,15 @@ def null_layers(
 def _gaussian(layer: Captured, seed: int, known: dict[int, HeadTransports]) -> tuple[ConnectionWalk, Tensor]:
     if layer.index not in known:
         known[layer.index] = gaussian_transports(layer.walk.transports, seed)
-    return ConnectionWalk.from_transports(layer.walk.attention, known[layer.index]), layer.field
+    walk = layer.walk
+    return ConnectionWalk.from_transports(walk.attention, known[layer.index], None, walk.absorption), layer.field
 
 
 def _shuffled(layer: Captured, seed: int, _: dict) -> tuple[ConnectionWalk, Tensor]:
-    attention = shuffled_heads(layer.walk.attention, seed)
-    return ConnectionWalk.from_transports(attention, layer.walk.transports), layer.field
+    attention, absorbed = shuffled_heads(layer.walk.attention, seed), layer.walk.absorption
+    if absorbed is not None:  # goes with its row
+        absorbed = shuffled_heads(absorbed[:, :, None], seed)[:, :, 0]
+    return ConnectionWalk.from_transports(attention, layer.walk.transports, None, absorbed), layer.field
 
 
 def _sinkless(layer: Captured, _seed: int, _: dict) -> tuple[ConnectionWalk, Tensor]:

@@ -119,7 +119,10 @@ def _weight_files(folder: Path) -> list[Path]:
         if (folder / single).is_file():
             return [folder / single]
         if index.is_file():
-            shards = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
+            try:
+                shards = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise CheckpointError(f"{index} cannot be read ({error!r}): copy or download it again") from error
             if missing := [shard for shard in shards if not (folder / shard).is_file()]:
                 raise CheckpointError(f"{folder} lacks {', '.join(missing)}: copy or download it again")
             return [folder / shard for shard in shards]

@@ -20,16 +20,79 @@ _SHARED = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-_OWN: dict[str, tuple[str, dict[str, Any]]] = {
-    "bert": ("bert", {"intermediate_size": 96}),
-    "mpnet": ("mpnet", {"intermediate_size": 96, "pad_token_id": 1, "max_position_embeddings": 514}),
+_WIDE = {"intermediate_size": 96}
+_GROUPED = _WIDE | {"num_key_value_heads": 2}
+_POSITIONS = {"pad_token_id": 1, "max_position_embeddings": 514}  # those families that count from padding_idx + 1
+_EXPERTS = _GROUPED | {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
+_IMAGE = {"image_size": 16, "patch_size": 4}
+_TOWERS = {
+    "text_config": _SHARED | _WIDE,
+    "vision_config": {k: _SHARED[k] for k in ("hidden_size", "num_hidden_layers", "num_attention_heads")}
+    | _WIDE
+    | _IMAGE,
+}
+_HYBRID = _GROUPED | {"mamba_n_heads": 8, "mamba_d_head": 12, "mamba_d_state": 8, "mamba_n_groups": 1}
+_TWO_STACKS = {
+    "num_hidden_layers": 2,  # of the encoder
+    "decoder_layers": 3,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 96,
+    "decoder_ffn_dim": 96,
+    "decoder_start_token_id": 1,
+}
+# name -> model_type and fields, so that what is particular to a family is there: windows, biases, caps, fused maps
+TINY: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert": ("bert", _WIDE),
+    "roberta": ("roberta", _WIDE | _POSITIONS),
+    "xlm-roberta": ("xlm-roberta", _WIDE | _POSITIONS),
+    "electra": ("electra", _WIDE | {"embedding_size": 24}),
+    "distilbert": ("distilbert", {"hidden_dim": 96}),
+    "albert": ("albert", _WIDE | {"embedding_size": 24}),
+    "mpnet": ("mpnet", _WIDE | _POSITIONS),
+    "modernbert": (
+        "modernbert",
+        _WIDE | {"local_attention": 8, "global_attn_every_n_layers": 2, "cls_token_id": 1, "sep_token_id": 2},
+    ),
+    "deberta-v2": (
+        "deberta-v2",
+        _WIDE
+        | {
+            "relative_attention": True,
+            "pos_att_type": ["p2c", "c2p"],
+            "position_buckets": 8,
+            "norm_rel_ebd": "layer_norm",
+            "share_att_key": True,
+            "position_biased_input": False,
+        },
+    ),
+    "vit": ("vit", _WIDE | _IMAGE),
+    "clip-text": ("clip_text_model", _WIDE),
+    "clip-vision": ("clip_vision_model", _WIDE | _IMAGE),
+    "clip": ("clip", _TOWERS),
     "gpt2": ("gpt2", {"n_inner": 96}),
-    "llama": ("llama", {"intermediate_size": 96, "num_key_value_heads": 2, "head_dim": 12}),
-    "qwen2": ("qwen2", {"intermediate_size": 96, "num_key_value_heads": 2}),
+    "gpt_neo": (
+        "gpt_neo",
+        _WIDE | {"attention_types": [[["global", "local"], 2]], "window_size": 8, "num_hidden_layers": 4},
+    ),
+    "gpt_neox": ("gpt_neox", _WIDE),
+    "gptj": ("gptj", {"n_inner": 96, "rotary_dim": 4}),
+    "opt": ("opt", {"ffn_dim": 96, "word_embed_proj_dim": 48}),
+    "bloom": ("bloom", {}),
+    "falcon": ("falcon", {"ffn_hidden_size": 96, "multi_query": True}),
+    "falcon-new": ("falcon", {"ffn_hidden_size": 96, "new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon-alibi": ("falcon", {"ffn_hidden_size": 96, "multi_query": False, "alibi": True, "bias": True}),
+    "llama": ("llama", _GROUPED | {"head_dim": 12}),
+    "mistral": ("mistral", _GROUPED | {"sliding_window": 8}),
+    "qwen2": ("qwen2", _GROUPED),
+    "qwen3": ("qwen3", _GROUPED | {"head_dim": 16}),
+    "gemma2": (
+        "gemma2",
+        _GROUPED | {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 8, "attn_logit_softcapping": 1.0},
+    ),
     "gemma3": (
         "gemma3_text",
-        {
-            "intermediate_size": 96,
+        _WIDE
+        | {
             "num_hidden_layers": 4,
             "num_key_value_heads": 1,
             "head_dim": 16,
@@ -37,6 +100,39 @@ _OWN: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 8,
             "sliding_window_pattern": 2,
         },
+    ),
+    "phi": ("phi", _GROUPED | {"qk_layernorm": True, "partial_rotary_factor": 0.5}),
+    "phi3": ("phi3", _GROUPED | {"sliding_window": 8}),
+    "olmo2": ("olmo2", _GROUPED),
+    "stablelm": ("stablelm", _GROUPED | {"use_qkv_bias": True, "qk_layernorm": True, "partial_rotary_factor": 0.5}),
+    "granite": ("granite", _GROUPED | {"attention_bias": True, "attention_multiplier": 0.3}),
+    "mixtral": ("mixtral", _GROUPED | {"num_local_experts": 4}),
+    "qwen2_moe": ("qwen2_moe", _EXPERTS | {"shared_expert_intermediate_size": 24}),
+    "qwen3_moe": ("qwen3_moe", _EXPERTS | {"head_dim": 16}),
+    "gpt_oss": (
+        "gpt_oss",
+        _GROUPED
+        | {
+            "head_dim": 12,
+            "sliding_window": 8,
+            "num_local_experts": 4,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
+    "t5": ("t5", {"num_hidden_layers": 2, "num_decoder_layers": 3, "d_kv": 16, "d_ff": 96}),
+    "bart": ("bart", _TWO_STACKS),
+    "whisper": (
+        "whisper",
+        _TWO_STACKS | {"num_mel_bins": 8, "max_source_positions": 12, "max_target_positions": 64},
+    ),
+    "jamba": (
+        "jamba",
+        _GROUPED | {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2},
+    ),
+    "bamba": ("bamba", _HYBRID | {"attn_layer_indices": [1]}),
+    "granitemoehybrid": (
+        "granitemoehybrid",
+        _HYBRID | {"shared_intermediate_size": 96, "layer_types": ["mamba", "attention", "mamba"]},
     ),
 }
 
@@ -62,9 +158,9 @@ def tiny_config(family: str, overrides: dict[str, Any]) -> PreTrainedConfig:
     ValueError
         If the family is unknown, or its configuration lacks a field of `overrides`.
     """
-    if family not in _OWN:
-        raise ValueError(f"family: expected one of {', '.join(_OWN)}, got {family!r}")
-    model_type, own = _OWN[family]
+    if family not in TINY:
+        raise ValueError(f"family: expected one of {', '.join(TINY)}, got {family!r}")
+    model_type, own = TINY[family]
     known = AutoConfig.for_model(model_type)
     if unknown := [key for key in overrides if not hasattr(known, key)]:
         raise ValueError(f"overrides: {type(known).__name__} has no field {', '.join(unknown)}")

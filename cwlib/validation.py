@@ -6,12 +6,16 @@ from torch import Tensor
 from cwlib._types import GAUGES
 from cwlib.kernels import row_sums
 
+# Rows of a softmax sum to one up to the rounding of their dtype. float64 gets float32's room, because several
+# models round the softmax to float32 even when they run in float64.
+ROW_SUM_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 1e-2}
+
 
 def require_floating(name: str, tensor: object, ndim: int, axes: str) -> None:
     """Refuse anything but a floating-point tensor with ``ndim`` axes."""
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{name}: expected a torch.Tensor ({axes}), got {type(tensor).__name__}; use torch.as_tensor")
-    if not tensor.is_floating_point() or tensor.ndim != ndim or 0 in tensor.shape:
+    if tensor.dtype not in ROW_SUM_TOLERANCE or tensor.ndim != ndim or 0 in tensor.shape:
         raise ValueError(
             f"{name}: expected a non-empty floating-point tensor of shape ({axes}), "
             f"got {tensor.dtype} of shape {tuple(tensor.shape)}"
@@ -26,13 +30,10 @@ def require_finite(name: str, tensor: object, ndim: int, axes: str) -> None:
         raise ValueError(f"{name}: expected finite entries, got {tensor[tuple(bad)].item()} at {bad}")
 
 
-# Rows of a softmax sum to one up to the rounding of their dtype. float64 gets float32's room, because several
-# models round the softmax to float32 even when they run in float64.
-ROW_SUM_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 1e-2}
-
-
-def validate_attention(attention: Tensor) -> None:
+def validate_attention(attention: Tensor, absorption: Tensor | None = None) -> None:
     """Refuse attention that is not a finite, nonnegative, row-stochastic (head, dst, src) tensor.
+
+    With a declared ``absorption`` (head, dst), between zero and one, rows sum to one together with it.
 
     Raises
     ------
@@ -44,7 +45,7 @@ def validate_attention(attention: Tensor) -> None:
     # Sums in the dtype at hand are enough to see that all is well, and see NaN and infinity too: two passes.
     quick = torch.float32 if attention.dtype in (torch.float16, torch.bfloat16) else attention.dtype
     near = ((attention.detach().sum(-1, dtype=quick) - 1).abs() <= bound / 2).all()
-    if bound and near & (attention.detach().amin() >= 0):
+    if absorption is None and bound and near & (attention.detach().amin() >= 0):
         return
     require_finite("attention", attention, 3, "head, dst, src")
     if attention.detach().amin() < 0:
@@ -54,12 +55,22 @@ def validate_attention(attention: Tensor) -> None:
             f"dst {dst}, src {src}; pass the softmax output, not its logits"
         )
     sums = row_sums(attention)
+    if absorption is not None:
+        require_finite("absorption", absorption, 2, "head, dst")
+        absorption = absorption.detach().to(torch.float64)
+        if absorption.shape != sums.shape or absorption.min() < 0 or absorption.max() > 1:
+            raise ValueError(
+                f"absorption: expected shape (head, dst) = {tuple(sums.shape)} with entries in [0, 1], got "
+                f"{tuple(absorption.shape)} in [{absorption.min():.3g}, {absorption.max():.3g}]"
+            )
+        sums = sums + absorption
     worst = (sums - 1).abs()
     if worst.max() > bound:
         head, dst = divmod(int(worst.argmax()), attention.shape[1])
         raise ValueError(
             f"attention: expected rows that sum to one within {bound:.0e}, got {sums[head, dst].item():.6g} at head "
-            f"{head}, dst {dst}; axes are (head, dst, src) with the softmax over src: transpose, or divide by row sums"
+            f"{head}, dst {dst}; axes are (head, dst, src) with the softmax over src: transpose, divide by row sums or "
+            "declare the mass that goes to a learned sink as absorption="
         )
 
 

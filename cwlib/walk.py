@@ -38,11 +38,14 @@ class ConnectionWalk:
         The section that biases add, :math:`\sum_h O_h b_V^h + b_O`; none by default.
     groups : int
         Query heads per value head (grouped-query attention); 1 by default.
+    absorption : Float[Tensor, "head dst"], optional
+        Mass that a row gives to no token, as to a learned sink: rows sum to one minus it (a substochastic walk). Then
+        no law is stationary, and metrics of a stochastic W are NaN; edges, transports and T2 are as ever.
 
     Raises
     ------
     ValueError
-        If rows do not sum to one, entries are negative or not finite, or shapes and head counts do not fit.
+        If rows do not sum to one (with their absorption), entries are negative or not finite, or shapes do not fit.
 
     Notes
     -----
@@ -55,9 +58,10 @@ class ConnectionWalk:
     output: Output
     constant: Float[Tensor, " d_model"] | Section | None = None
     groups: int = 1
+    absorption: Float[Tensor, "head dst"] | None = None
 
     def __post_init__(self) -> None:
-        validate_attention(self.attention)
+        validate_attention(self.attention, self.absorption)
         transports = self.transports
         if transports.heads != self.heads:
             raise ValueError(
@@ -78,12 +82,16 @@ class ConnectionWalk:
 
     @classmethod
     def from_transports(
-        cls, attention: Attention, transports: HeadTransports, constant: Tensor | None = None
+        cls,
+        attention: Attention,
+        transports: HeadTransports,
+        constant: Tensor | None = None,
+        absorption: Tensor | None = None,
     ) -> "ConnectionWalk":
         """Build a walk that shares ``transports``, and with them the cores they have already computed."""
         walk = cls.__new__(cls)
         walk.__dict__["transports"] = transports  # fills the cached property below before it is asked for
-        walk.__init__(attention, transports.value, transports.output, constant, transports.groups)
+        walk.__init__(attention, transports.value, transports.output, constant, transports.groups, absorption)
         return walk
 
     @cached_property
@@ -138,17 +146,12 @@ class ConnectionWalk:
         return torch.einsum("hna,hda->nd", mixed, self.transports._o)
 
     def apply(self, field: Field) -> Section:
-        r"""One step of the walk, :math:`P X` plus the constant section (T1, T2).
+        r"""One step of the walk, :math:`P X` plus the constant section: the attention output, float64 (T1, T2).
 
         Parameters
         ----------
         field : Float[Tensor, "src d_model"]
             Token vectors as rows; upcast to float64.
-
-        Returns
-        -------
-        Float[Tensor, "dst d_model"]
-            The attention output in float64.
 
         Raises
         ------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -104,5 +105,14 @@ def weight_layers(source: str | os.PathLike) -> Iterator[WeightLayer]:
             f"source: expected safetensors files, got {found.weights[0]}; cwlib.open_checkpoint reads this kind"
         )
     model = empty_model(found.folder)
-    layers = attention_layers(model, StoredWeights(found.weights, model.base_model_prefix))
+    stored = StoredWeights(found.weights, model.base_model_prefix)
+    layers = attention_layers(model, stored)
+    paths = {layer.path for layer in layers}
+    like = re.compile("|".join({re.sub(r"\d+", r"\\d+", re.escape(path)) for path in paths}))
+    beyond = {hit[0] for name in stored if (hit := like.match(name)) and hit[0] not in paths}
+    if beyond:
+        raise CheckpointError(
+            f"the weights in {found.folder} hold {len(beyond)} attention layers that config.json does not have (first: "
+            f"{min(beyond)}): check that config.json and the weights belong together"
+        )
     return (WeightLayer(layer.index, layer.path, layer.transports) for layer in layers)

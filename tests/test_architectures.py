@@ -1,72 +1,47 @@
 """Value and output maps are found where each family keeps them, as views, and anything else is refused."""
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from models import (
+    HEADS,
+    HIDDEN,
+    HYBRIDS,
+    IDS,
+    STACKS,
+    VARIANTS,
+    causal,
+    example,
+    numbers,
+    raw_maps,
+    stack_of,
+    variant_id,
+)
 from torch import nn
-from transformers import ElectraConfig, ElectraModel, PreTrainedModel, T5Config, T5Model
+from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 import cwlib
-from cwlib.architectures import attention_layers, supported_types
+from cwlib.architectures import attention_layers
 from cwlib.checkpoints import tiny_checkpoint
 from cwlib.checks import relative_residual
+from cwlib.families import skipped_layers, supported_types
+from cwlib.tiny import tiny_config
 
-FAMILIES = ("bert", "mpnet", "gpt2", "llama", "qwen2", "gemma3")
-# every way in which heads, widths and biases can be laid out; hidden size 48, 4 query heads
-VARIANTS: tuple[tuple[str, dict], ...] = (
-    ("bert", {}),
-    ("mpnet", {}),
-    ("gpt2", {}),
-    ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True}),
-    ("llama", {"attention_bias": False}),
-    ("llama", {"attention_bias": True}),
-    ("llama", {"num_key_value_heads": 4, "head_dim": 20}),
-    ("llama", {"num_key_value_heads": 1, "head_dim": 6, "attention_bias": True}),
-    ("qwen2", {}),
-    ("gemma3", {"attention_bias": False}),
-    ("gemma3", {"attention_bias": True, "num_key_value_heads": 2}),
-)
-HEADS, HIDDEN = 4, 48
 TEXT = "a walk of forty bytes, no more no less."
-
-# names of the value and output projections in the state dict; the oracle shares nothing with cwlib
-STATE = {
-    "bert": ("encoder.layer.{}.attention.self.value", "encoder.layer.{}.attention.output.dense"),
-    "mpnet": ("encoder.layer.{}.attention.attn.v", "encoder.layer.{}.attention.attn.o"),
-    "gpt2": ("h.{}.attn.c_attn", "h.{}.attn.c_proj"),
-    "llama": ("layers.{}.self_attn.v_proj", "layers.{}.self_attn.o_proj"),
-    "qwen2": ("layers.{}.self_attn.v_proj", "layers.{}.self_attn.o_proj"),
-    "gemma3": ("layers.{}.self_attn.v_proj", "layers.{}.self_attn.o_proj"),
-}
+TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "float16": 5e-3, "bfloat16": 4e-2}
+# transformers itself refuses these in other dtypes than float32
+FLOAT32_ONLY = "reorder_and_upcast_attn"
 
 
-def variant_id(value: object) -> str | None:
-    if isinstance(value, dict):
-        return ",".join(f"{key}={item}" for key, item in value.items()) or "plain"
-    return None
-
-
-def raw_maps(model: PreTrainedModel, family: str, layer: int) -> tuple[list, list, list, np.ndarray]:
-    """V_h, O_h and b_V^h of every query head, and b_O, float64, cut out of the state dict."""
-    state = {name: tensor.double().numpy() for name, tensor in model.state_dict().items()}
-    value, output = (name.format(layer) for name in STATE[family])
-    v, o = state[f"{value}.weight"], state[f"{output}.weight"]
-    v_bias, o_bias = state.get(f"{value}.bias"), state.get(f"{output}.bias")
-    if family == "gpt2":  # (in, out) layout, with query, key and value side by side
-        v, o, v_bias = v[:, 2 * HIDDEN :].T, o.T, v_bias[2 * HIDDEN :]
-    v_bias = np.zeros(len(v)) if v_bias is None else v_bias
-    o_bias = np.zeros(HIDDEN) if o_bias is None else o_bias
-    width = o.shape[1] // HEADS
-    sharing = HEADS // (len(v) // width)  # query heads per value head: 0, 0, 1, 1 for two value heads
-    values, outputs, biases = [], [], []
-    for head in range(HEADS):
-        rows = slice(head // sharing * width, (head // sharing + 1) * width)
-        values.append(v[rows])
-        biases.append(v_bias[rows])
-        outputs.append(o[:, head * width : (head + 1) * width])
-    return values, outputs, biases, o_bias
+def quietly(checkpoint: cwlib.Checkpoint, given: Sequence[int] | dict) -> list[cwlib.LayerWalk]:
+    """The layers, without the warning about hybrids."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return list(cwlib.layers(checkpoint, given))
 
 
 def edit_biases(model: PreTrainedModel, edit: Callable[[torch.Tensor], torch.Tensor]) -> int:
@@ -82,66 +57,101 @@ def edit_biases(model: PreTrainedModel, edit: Callable[[torch.Tensor], torch.Ten
 def test_maps_and_biases_are_those_of_the_state_dict(family: str, overrides: dict) -> None:
     model = tiny_checkpoint(family, dtype="float64", **overrides).model
     found = attention_layers(model)
-    assert [layer.index for layer in found] == list(range(model.config.num_hidden_layers))
+    expected = {s.name(s.path, n): (s, n) for s in STACKS[family] for n in numbers(family, s)}
+    assert {layer.path for layer in found} == expected.keys()
     for layer in found:
-        values, outputs, biases, o_bias = raw_maps(model, family, layer.index)
+        stack, number = expected[layer.path]
+        values, outputs, biases, o_bias = raw_maps(model, stack, number)
         transports = layer.transports
         assert (transports.heads, transports.d_model) == (HEADS, HIDDEN)
         for head in range(HEADS):
             mine = transports.output[head].numpy() @ transports.value[head // transports.groups].numpy()
             np.testing.assert_allclose(mine, outputs[head] @ values[head], rtol=0, atol=1e-14)
         attention = torch.rand(HEADS, 3, 5, dtype=torch.float64)
-        expected = np.tile(o_bias, (3, 1))
+        constant = np.tile(o_bias, (3, 1))
         for head in range(HEADS):
-            expected += np.outer(attention[head].sum(1).numpy(), outputs[head] @ biases[head])
-        constant = layer.maps.constant(attention)
-        if constant is None:
-            assert not np.any(expected)
+            constant += np.outer(attention[head].sum(1).numpy(), outputs[head] @ biases[head])
+        found_constant = layer.maps.constant(attention)
+        if found_constant is None:
+            assert not np.any(constant)
         else:
-            np.testing.assert_allclose(constant.numpy(), expected, rtol=0, atol=1e-12)
+            np.testing.assert_allclose(found_constant.numpy(), constant, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(("family", "overrides"), VARIANTS, ids=variant_id)
-def test_maps_are_views_of_the_weights_and_shared_values_are_not_copied(family: str, overrides: dict) -> None:
-    model = tiny_checkpoint(family, **overrides).model
+@pytest.mark.parametrize("family", STACKS)
+def test_maps_are_views_of_the_weights_and_shared_values_are_not_copied(family: str) -> None:
+    model = tiny_checkpoint(family).model
     for layer in attention_layers(model):
-        value, output = (model.get_submodule(name.format(layer.index)).weight for name in STATE[family])
+        stack = stack_of(family, layer.path)
+        number = numbers(family, stack)[layer.index]
+        value, output = (model.get_submodule(stack.name(p, number)).weight for p in (stack.value, stack.output))
         for view, weight in ((layer.transports.value, value), (layer.transports.output, output)):
             assert view.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
-        kv_heads = getattr(model.config, "num_key_value_heads", None) or HEADS
-        assert layer.transports.value.shape[0] == kv_heads
-        assert layer.transports.groups == HEADS // kv_heads
+        distinct = {matrix.tobytes() for matrix in raw_maps(model, stack, number)[0]}
+        assert layer.transports.value.shape[0] == len(distinct)
         with torch.no_grad():
             value.zero_()
         assert not layer.transports.value.any()
 
 
-@pytest.mark.claim("T2")
-@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
-@pytest.mark.parametrize(("family", "overrides"), VARIANTS, ids=variant_id)
-def test_the_walk_reproduces_the_module_in_every_dtype(family: str, overrides: dict, dtype: str) -> None:
-    if dtype == "float64" and overrides.get("reorder_and_upcast_attn"):
-        overrides = {}  # transformers itself refuses this option in float64
-    checkpoint = tiny_checkpoint(family, seed=1, dtype=dtype, **overrides)
-    biased = edit_biases(checkpoint.model, lambda bias: torch.randn(bias.shape).to(bias))
-    bound = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 4e-2}[dtype]
-    residuals = []
-    for layer in cwlib.layers(checkpoint, TEXT):
-        residuals.append(layer.residual())
-        if biased:  # they are a visible part of the output, so that leaving them out could not pass
-            assert layer.walk.constant.norm() > 0.1 * layer.output.double().norm()
-    assert len(residuals) == checkpoint.model.config.num_hidden_layers
-    assert max(residuals) <= bound
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, dict], Path]:
+    """A folder in the hub's layout with a tiny model of some family, whose biases are large; made once."""
+    made: dict[str, Path] = {}
+
+    def get(family: str, overrides: dict) -> Path:
+        key = f"{family} {overrides}"
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp(family)
+            model = tiny_checkpoint(family, seed=1, **overrides).model
+            edit_biases(model, lambda bias: torch.randn(bias.shape).to(bias))
+            model.save_pretrained(made[key])
+        return made[key]
+
+    return get
 
 
 @pytest.mark.claim("T2")
+@pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(("family", "overrides"), VARIANTS, ids=variant_id)
-def test_without_biases_the_walk_is_linear(family: str, overrides: dict) -> None:
-    checkpoint = tiny_checkpoint(family, seed=2, **overrides)
-    edit_biases(checkpoint.model, torch.zeros_like)
-    for layer in cwlib.layers(checkpoint, TEXT):
-        assert layer.walk.constant is None or not layer.walk.constant.any()
-        assert relative_residual(layer.walk @ layer.field, layer.output) <= 1e-5
+def test_the_walk_reproduces_the_module_in_every_dtype(
+    family: str, overrides: dict, dtype: str, folder: Callable
+) -> None:
+    """Opened from a folder: T2 on every layer; rows sum to one over exactly the tokens that the mask leaves."""
+    if FLOAT32_ONLY in overrides:
+        overrides = {}
+    checkpoint = cwlib.open_checkpoint(folder(family, overrides), device="cpu", dtype=dtype)
+    captured = quietly(checkpoint, example(family))
+    assert len(captured) == sum(len(numbers(family, stack)) for stack in STACKS[family])
+    for layer in captured:
+        assert layer.residual() <= TOLERANCE[dtype]
+        stack = stack_of(family, layer.path)
+        assert layer.kind == stack.kind
+        walk = layer.walk
+        i, j = torch.meshgrid(torch.arange(walk.n_dst), torch.arange(walk.n_src), indexing="ij")
+        seen = (causal if overrides.get("is_decoder") else stack.mask)(layer.index, i, j)
+        assert not walk.attention[:, ~seen].any()
+        assert torch.equal(walk.support, seen)
+        mass = walk.attention.double().sum(-1) + (0 if walk.absorption is None else walk.absorption)
+        assert (mass - 1).abs().max() <= 1e-2
+        assert (walk.absorption is None) == (family != "gpt_oss")
+
+
+@pytest.mark.claim("T2")
+@pytest.mark.parametrize("family", STACKS)
+def test_biases_are_a_visible_part_and_without_them_the_walk_is_linear(family: str) -> None:
+    checkpoint = tiny_checkpoint(family, seed=2)
+    constants = {}
+    for edit in (lambda bias: torch.randn(bias.shape).to(bias), torch.zeros_like):
+        edit_biases(checkpoint.model, edit)
+        for layer in quietly(checkpoint, example(family)):
+            if edit is torch.zeros_like:
+                assert layer.walk.constant is None or not layer.walk.constant.any()
+                assert relative_residual(layer.walk @ layer.field, layer.output) <= 1e-5
+                assert (layer.walk.constant is None) == (layer.path not in constants)
+            elif layer.walk.constant is not None:  # so that leaving it out could not pass
+                constants[layer.path] = layer.walk.constant
+                assert layer.walk.constant.norm() > 0.1 * layer.output.double().norm()
 
 
 def test_t2_sees_each_kind_of_mistake() -> None:
@@ -178,16 +188,12 @@ class Bare(nn.Module):
         self.config = type("Config", (), {"model_type": "homemade"})()
 
 
-def electra() -> nn.Module:
-    sizes = {"hidden_size": 16, "embedding_size": 16, "num_attention_heads": 2, "intermediate_size": 16}
-    return ElectraModel(ElectraConfig(vocab_size=20, num_hidden_layers=1, **sizes))
+def fnet() -> nn.Module:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 20}
+    return AutoModel.from_config(AutoConfig.for_model("fnet", **sizes))
 
 
-def t5() -> nn.Module:
-    return T5Model(T5Config(vocab_size=20, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2))
-
-
-@pytest.mark.parametrize(("build", "kind"), [(electra, "electra"), (t5, "t5"), (Bare, "homemade")])
+@pytest.mark.parametrize(("build", "kind"), [(fnet, "fnet"), (Bare, "homemade")])
 def test_an_unsupported_model_is_named_with_the_supported_ones(build: Callable[[], nn.Module], kind: str) -> None:
     with pytest.raises(ValueError, match=f"unsupported type '{kind}'") as raised:
         attention_layers(build())
@@ -195,14 +201,58 @@ def test_an_unsupported_model_is_named_with_the_supported_ones(build: Callable[[
 
 
 def test_supported_types_are_the_model_types_of_the_families() -> None:
-    types = {tiny_checkpoint(family).model.config.model_type for family in FAMILIES}
+    types = {tiny_config(family, {}).model_type for family in STACKS}
     assert types <= set(supported_types())
     assert set(supported_types()) - types == {"gemma3"}  # the multimodal wrapper of the same attention
 
 
-def test_cross_attention_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"h\.0\.crossattention is cross-attention"):
-        attention_layers(tiny_checkpoint("gpt2", add_cross_attention=True).model)
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 20,
+}
+REFUSED = {
+    "deepseek_v3": (
+        {"n_routed_experts": 2, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 1, "first_k_dense_replace": 1},
+        "latent attention",
+    ),
+    "qwen3_next": ({"num_experts": 2, "head_dim": 16, "layer_types": ["full_attention"] * 2}, "gated attention"),
+    "mamba": ({"state_size": 4}, "state-space"),
+    "rwkv": ({"attention_hidden_size": 32}, "linear attention"),
+    "deberta": ({}, "first DeBERTa"),
+    "longformer": ({"attention_window": 4}, "LongformerSelfAttention, a class that this release does not know"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_is_no_walk_is_refused_with_the_reason(kind: str) -> None:
+    fields, reason = REFUSED[kind]
+    known = AutoConfig.for_model(kind)
+    sizes = {key: size for key, size in SMALL.items() if hasattr(known, key)}
+    model = AutoModel.from_config(AutoConfig.for_model(kind, **sizes | fields))
+    assert any(reason in found for _, found in skipped_layers(model))
+    with pytest.raises(ValueError, match=f"unsupported type '{kind}' .*{reason}.*; expected one of bert"):
+        attention_layers(model)
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_a_hybrid_names_the_layers_that_are_left_out_once(family: str) -> None:
+    checkpoint = tiny_checkpoint(family)
+    assert [path for path, _ in skipped_layers(checkpoint.model)] == ["layers.0.mamba", "layers.2.mamba"]
+    with pytest.warns(UserWarning, match=r"2 layers are left out, first layers\.0\.mamba: a state-space layer"):
+        found = list(cwlib.layers(checkpoint, IDS))
+    assert [(layer.index, layer.path) for layer in found] == [(0, "layers.1.self_attn")]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        list(cwlib.layers(checkpoint, IDS))
+
+
+@pytest.mark.parametrize("family", set(STACKS) - set(HYBRIDS))
+def test_other_families_leave_nothing_out(family: str) -> None:
+    assert skipped_layers(tiny_checkpoint(family).model) == ()
 
 
 class Doubling(nn.Linear):

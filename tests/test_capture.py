@@ -1,6 +1,6 @@
 """What is captured is what the model computed; and the model is left as it was, however the capture ends."""
 
-import copy
+import dataclasses
 import gc
 import signal
 import threading
@@ -14,34 +14,32 @@ import jaxtyping
 import numpy as np
 import pytest
 import torch
-from test_architectures import FAMILIES, HEADS, TEXT, VARIANTS, raw_maps, variant_id
+from models import (
+    HEADS,
+    IDS,
+    OTHER_IDS,
+    STACKS,
+    TEXT_FAMILIES,
+    VARIANTS,
+    example,
+    raw_maps,
+    reference,
+    variant_id,
+)
+from test_architectures import TEXT
 from torch import nn
-from transformers import BatchEncoding, ElectraConfig, ElectraModel, PreTrainedModel
+from transformers import AutoConfig, AutoModel, BatchEncoding
 
 import cwlib
 from cwlib.architectures import attention_layers
 from cwlib.capture import LayerWalk, layers
 from cwlib.checkpoints import Checkpoint, open_checkpoint, tiny_checkpoint
+from cwlib.nulls import null_layers
+from cwlib.tiny import tiny_config
 
-IDS = [7, 40, 3, 99, 120, 40, 8, 250, 61, 17, 5, 201, 33]
-ENCODERS = ("bert", "mpnet")
-# where the token vectors that attention sees come from: a norm before it, or (None) the residual stream itself
-NORMS = {
-    "bert": None,
-    "mpnet": None,
-    "gpt2": "h.{}.ln_1",
-    "llama": "layers.{}.input_layernorm",
-    "qwen2": "layers.{}.input_layernorm",
-    "gemma3": "layers.{}.input_layernorm",
-}
-ATTENTION = {
-    "bert": "encoder.layer.{}.attention.output.dense",  # the norm after it is not part of the attention
-    "mpnet": "encoder.layer.{}.attention.attn",
-    "gpt2": "h.{}.attn",
-    "llama": "layers.{}.self_attn",
-    "qwen2": "layers.{}.self_attn",
-    "gemma3": "layers.{}.self_attn",
-}
+FAMILIES = ("bert", "mpnet", "gpt2", "llama", "qwen2", "gemma3")  # enough for what does not depend on the family
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*layers are left out:UserWarning")
 
 
 @pytest.fixture
@@ -83,48 +81,28 @@ def sdpa_checkpoint(family: str = "llama", **overrides: object) -> Checkpoint:
 # --- an independent oracle ----------------------------------------------------------------------------------------
 
 
-def reference(model: PreTrainedModel, family: str, ids: list[int]) -> tuple[list, list, list]:
-    """Attentions, fields and attention outputs of a plain run of a copy of the model, with plain hooks."""
-    model = copy.deepcopy(model)
-    fields, outputs = {}, {}
-
-    def first(result: object) -> torch.Tensor:
-        return (result[0] if isinstance(result, tuple) else result)[0]
-
-    for layer in range(model.config.num_hidden_layers):
-        if NORMS[family] is not None:
-            norm = model.get_submodule(NORMS[family].format(layer))
-            norm.register_forward_hook(lambda _m, _a, result, n=layer: fields.__setitem__(n, first(result)))
-        module = model.get_submodule(ATTENTION[family].format(layer))
-        module.register_forward_hook(lambda _m, _a, result, n=layer: outputs.__setitem__(n, first(result)))
-    with torch.no_grad():
-        result = model(input_ids=torch.tensor([ids]), output_attentions=True, output_hidden_states=True)
-    attentions = [attention[0] for attention in result.attentions]
-    if NORMS[family] is None:
-        fields = {n: state[0] for n, state in enumerate(result.hidden_states[:-1])}
-    return attentions, [fields[n] for n in sorted(fields)], [outputs[n] for n in sorted(outputs)]
-
-
 @pytest.mark.claim("T2")
 @pytest.mark.parametrize(("family", "overrides"), VARIANTS, ids=variant_id)
 def test_layers_agree_with_a_plain_run_and_the_state_dict(family: str, overrides: dict) -> None:
-    checkpoint = tiny_checkpoint(family, seed=3, **overrides)
-    attentions, fields, outputs = reference(checkpoint.model, family, IDS)
-    captured = list(cwlib.layers(checkpoint, IDS))
-    assert len(captured) == len(attentions) == len(fields) == len(outputs) == checkpoint.model.config.num_hidden_layers
-    for layer, attention, field, output in zip(captured, attentions, fields, outputs, strict=True):
+    checkpoint, given = tiny_checkpoint(family, seed=3, **overrides), example(family)
+    expected = reference(checkpoint, family, given)
+    captured = {(layer.path, layer.index): layer for layer in cwlib.layers(checkpoint, given)}
+    assert len(captured) == len(expected)
+    for place, (stack, number, attention, field, output) in enumerate(expected):
+        index = number if len(expected) > 1 else place
+        layer = captured[stack.name(stack.path, number), index]
         assert torch.equal(layer.walk.attention, attention)
         assert torch.equal(layer.field, field)
         assert torch.equal(layer.output, output)
-        values, maps, biases, o_bias = raw_maps(checkpoint.model, family, layer.index)
+        values, maps, biases, o_bias = raw_maps(checkpoint.model, stack, number)
         x = field.double().numpy()
-        expected = np.tile(o_bias, (len(IDS), 1))
+        by_hand = np.tile(o_bias, (len(output), 1))
         for head in range(HEADS):
             message = (x @ values[head].T + biases[head]) @ maps[head].T
-            expected += attention[head].double().numpy() @ message
-        scale = np.linalg.norm(expected)
-        assert np.linalg.norm(layer.walk.apply(layer.field).numpy() - expected) <= 1e-12 * scale
-        assert np.linalg.norm(output.double().numpy() - expected) <= 1e-5 * scale
+            by_hand += attention[head].double().numpy() @ message
+        scale = np.linalg.norm(by_hand)
+        assert np.linalg.norm(layer.walk.apply(layer.field).numpy() - by_hand) <= 1e-12 * scale
+        assert np.linalg.norm(output.double().numpy() - by_hand) <= 1e-5 * scale
 
 
 @pytest.mark.claim("T1")
@@ -132,7 +110,7 @@ def test_layers_agree_with_a_plain_run_and_the_state_dict(family: str, overrides
 def test_each_head_alone_is_a_constant_transport(family: str) -> None:
     checkpoint = tiny_checkpoint(family, seed=4)
     for layer in cwlib.layers(checkpoint, IDS):
-        values, maps, _, _ = raw_maps(checkpoint.model, family, layer.index)
+        values, maps, _, _ = raw_maps(checkpoint.model, STACKS[family][0], layer.index)
         x = layer.field.double().numpy()
         for head in range(HEADS):
             transport = maps[head] @ values[head]
@@ -149,18 +127,13 @@ def test_each_head_alone_is_a_constant_transport(family: str) -> None:
 
 @pytest.mark.claim("T2")
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_mean_gauge_walk_is_stochastic_and_masked_as_the_family_asks(family: str) -> None:
-    for layer in cwlib.layers(tiny_checkpoint(family), IDS):
+def test_the_mean_gauge_walk_is_stochastic_and_causal_in_decoders(family: str) -> None:
+    checkpoint = tiny_checkpoint(family)
+    for layer in cwlib.layers(checkpoint, IDS):
         walk = layer.walk.effective_walk("mean")
         assert (walk >= 0).all()
         assert (walk.sum(1) - 1).abs().max() <= 1e-6
-        future = torch.ones_like(walk, dtype=torch.bool).triu(1)
-        if family in ENCODERS:
-            assert (layer.walk.attention > 0).all()
-            assert not layer.walk.is_causal
-        else:
-            assert not layer.walk.attention[:, future].any()
-            assert layer.walk.is_causal
+        assert layer.walk.is_causal == (checkpoint.kind == "decoder")
 
 
 def test_sliding_window_layers_see_no_further_than_their_window() -> None:
@@ -210,8 +183,10 @@ def test_walks_share_the_storage_of_the_model() -> None:
         np.array,
         lambda ids: list(np.array(ids)),
         lambda ids: np.array(ids, dtype=np.uint16),
+        lambda ids: {"input_ids": ids},
+        lambda ids: BatchEncoding({"input_ids": [ids], "attention_mask": [[1] * len(ids)]}),
     ],
-    ids=["tuple", "1-D", "(1, n)", "int32", "numpy", "numpy items", "uint16"],
+    ids=["tuple", "1-D", "(1, n)", "int32", "numpy", "numpy items", "uint16", "mapping", "tokenizer's result"],
 )
 def test_every_form_of_ids_gives_the_same_walks(convert: Callable) -> None:
     checkpoint = tiny_checkpoint("gpt2")
@@ -249,11 +224,15 @@ def test_one_token_and_a_full_context_are_fine(family: str) -> None:
         (torch.tensor([1j]), "text: expected integer token ids, got torch.complex64"),
         (torch.tensor([IDS, IDS]), r"text: expected one sequence of shape \(n,\) or \(1, n\), got \(2, 13\)"),
         (torch.tensor(3), r"text: expected one sequence of shape \(n,\) or \(1, n\), got \(\)"),
-        (
-            BatchEncoding({"input_ids": [IDS]}),
-            "text: expected a string or the ids of one unpadded sequence, .* mapping",
-        ),
-        ({"input_ids": IDS}, "text: .* ids of one unpadded sequence, got a mapping"),
+        ({}, r"text: expected inputs in the mapping, got \[\]"),
+        ({"pixel_values": torch.ones(1, 3, 16, 16)}, "text: LlamaModel takes no input 'pixel_values'"),
+        ({"input_ids": IDS, "past_key_values": ()}, "text: LlamaModel takes no input 'past_key_values'"),
+        ({"input_ids": [IDS, IDS]}, r"input_ids: expected one sequence .* got \(2, 13\)"),
+        ({"inputs_embeds": torch.ones(2, 3, 48)}, r"inputs_embeds: expected one example, .* got \(2, 3, 48\)"),
+        ({"inputs_embeds": "words"}, "inputs_embeds: expected a tensor, got str"),
+        ({"input_ids": IDS, "attention_mask": [1] * 12}, "attention_mask: expected 13 entries, .* got 12"),
+        ({"input_ids": IDS, "attention_mask": [0] * 13}, "attention_mask: expected one 0 or 1 per token and some 1"),
+        ({"input_ids": IDS, "attention_mask": [2] * 13}, "attention_mask: expected one 0 or 1 per token"),
         ([5, 300], r"text: expected token ids in 0\.\.299, got 5\.\.300"),
         ([-1, 5], r"text: expected token ids in 0\.\.299, got -1\.\.5"),
         (["a", "b"], "text: expected a string or a sequence of token ids, got list"),
@@ -275,10 +254,141 @@ def test_training_mode_is_refused_at_the_call() -> None:
 
 
 def test_an_unsupported_checkpoint_is_refused_at_the_call() -> None:
-    sizes = {"hidden_size": 16, "embedding_size": 16, "num_attention_heads": 2, "intermediate_size": 16}
-    checkpoint = open_checkpoint(ElectraModel(ElectraConfig(vocab_size=20, num_hidden_layers=1, **sizes)))
-    with pytest.raises(ValueError, match="unsupported type 'electra'; expected one of bert, mpnet, gpt2"):
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 20}
+    checkpoint = open_checkpoint(AutoModel.from_config(AutoConfig.for_model("fnet", **sizes)))
+    with pytest.raises(ValueError, match="unsupported type 'fnet'; expected one of bert, roberta"):
         layers(checkpoint, [1, 2])
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("family", "text", "message"),
+    [
+        ("t5", "a text", r"text: expected a mapping for tiny-t5@0, such as .*'decoder_input_ids': \.\.\.}, got str"),
+        ("bart", IDS, "text: expected a mapping .* got list; cwlib does not choose what a decoder is given"),
+        ("t5", {"input_ids": IDS}, r"text: expected decoder_input_ids in the mapping, got \['input_ids'\]"),
+        ("t5", {"input_ids": IDS, "decoder_input_ids": [300]}, r"decoder_input_ids: expected token ids in 0\.\.299"),
+        ("vit", IDS, "such as {'pixel_values': ...}, got list"),
+        ("whisper", "a text", "such as {'input_features': ..., 'decoder_input_ids': ...}"),
+        (
+            "clip",
+            example("clip") | {"attention_mask": [1] * 12 + [0]},
+            "attention_mask: expected padding of tokens only, got it beside images",
+        ),
+    ],
+)
+def test_inputs_that_do_not_suit_the_family_are_refused(family: str, text: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        layers(tiny_checkpoint(family), text)
+
+
+def assert_close(padded: list[LayerWalk], plain: list[LayerWalk]) -> None:
+    for a, b in zip(padded, plain, strict=True):
+        torch.testing.assert_close(a.walk.attention, b.walk.attention, rtol=0, atol=1e-5)
+        torch.testing.assert_close(a.field, b.field, rtol=0, atol=1e-4)
+        torch.testing.assert_close(a.output, b.output, rtol=0, atol=1e-4)
+
+
+@pytest.mark.claim("T2")
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("family", TEXT_FAMILIES)
+def test_padding_is_left_out_of_walk_field_and_output(family: str, side: str) -> None:
+    checkpoint, pad = tiny_checkpoint(family), [1 if "roberta" in family or family == "mpnet" else 0] * 3
+    ones = [1] * len(IDS)
+    ids, mask = (IDS + pad, ones + [0] * 3) if side == "right" else (pad + IDS, [0] * 3 + ones)
+    padded = list(layers(checkpoint, {"input_ids": ids, "attention_mask": mask}))
+    for layer in padded:
+        assert layer.walk.n_dst == layer.walk.n_src == len(layer.field) == len(layer.output) == len(IDS)
+        assert layer.residual() <= 1e-5
+    if side == "right":  # on the left it shifts positions
+        assert_close(padded, list(layers(checkpoint, IDS)))
+
+
+@pytest.mark.claim("T2")
+@pytest.mark.parametrize("family", ["t5", "bart"])
+def test_padding_of_both_sequences_is_left_out(family: str) -> None:
+    checkpoint = tiny_checkpoint(family)
+    padded = {
+        "input_ids": [*IDS, 0, 0],
+        "attention_mask": [1] * len(IDS) + [0, 0],
+        "decoder_input_ids": [*OTHER_IDS, 0],
+        "decoder_attention_mask": [1] * len(OTHER_IDS) + [0],
+    }
+    captured = list(layers(checkpoint, padded))
+    assert max(layer.residual() for layer in captured) <= 1e-5
+    assert_close(captured, list(layers(checkpoint, example(family))))
+
+
+# --- several stacks, shared layers ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["t5", "bart", "whisper"])
+def test_cross_attention_is_a_bipartite_walk_and_every_stack_has_its_own_order(family: str) -> None:
+    kept = list(layers(tiny_checkpoint(family), example(family)))
+    encoder = [layer for layer in kept if layer.path.startswith("encoder")]
+    cross = [layer for layer in kept if layer.kind == "cross"]
+    own = [layer for layer in kept if layer.path.startswith("decoder") and layer.kind == "self"]
+    sources = 12 if family == "whisper" else len(IDS)
+    for stack, shape in (
+        (encoder, (sources, sources)),
+        (own, (len(OTHER_IDS), len(OTHER_IDS))),
+        (cross, (len(OTHER_IDS), sources)),
+    ):
+        assert [layer.index for layer in stack] == list(range(2 if stack is encoder else 3))
+        assert [layer.previous for layer in stack] == [None, *stack[:-1]]
+        assert {(layer.walk.n_dst, layer.walk.n_src) for layer in stack} == {shape}
+    assert [layer.kind for layer in kept[2:]] == ["self", "cross"] * 3
+    assert all(torch.equal(layer.field, cross[0].field) for layer in cross)  # the encoder's output
+    measured = cwlib.measure(cross[1])
+    assert 0 < measured["depth_step"] < 1
+    assert "spectral_gap" not in measured and "spectral_gap" in cwlib.measure(own[1])
+
+
+def test_layers_that_share_a_module_are_one_per_call_also_after_an_interrupted_pass() -> None:
+    checkpoint = tiny_checkpoint("albert")
+    for _ in range(2):
+        stream = layers(checkpoint, IDS)
+        next(stream)
+        stream.close()
+        kept = list(layers(checkpoint, IDS))
+        assert [layer.index for layer in kept] == [0, 1, 2]
+        assert [layer.previous for layer in kept] == [None, *kept[:-1]]
+        assert len({layer.path for layer in kept}) == 1
+    assert len(attention_layers(checkpoint.model)) == 1
+
+
+def test_a_model_that_goes_around_its_output_projection_is_not_passed_over() -> None:
+    checkpoint = tiny_checkpoint("bloom", pretraining_tp=2, slow_but_exact=True)
+    with pytest.raises(RuntimeError, match=r"h\.0\.self_attention: the model did not call its output projection"):
+        list(layers(checkpoint, IDS))
+
+
+@pytest.mark.claim("T2")
+def test_a_learned_sink_absorbs_what_no_token_gets() -> None:
+    checkpoint = tiny_checkpoint("gpt_oss")
+    logits = torch.linspace(-2, 2, HEADS)
+    for block in checkpoint.model.layers:
+        block.self_attn.sinks.data = logits
+    for layer in layers(checkpoint, IDS):
+        absorbed = layer.walk.absorption
+        assert absorbed.min() > 0.001 and absorbed.max() < 0.999
+        torch.testing.assert_close(absorbed + layer.walk.attention.sum(-1), torch.ones_like(absorbed))
+        assert (absorbed.mean(1).diff() > 0).all()  # the larger the logit, the more
+        assert layer.residual() <= 1e-5
+        measured = cwlib.measure(layer, gauge="mean")
+        assert np.isnan([measured[name] for name in ("entropy_rate", "sink_mass", "spectral_gap")]).all()
+        assert np.isfinite([measured[name] for name in ("edge_isometry", "laplacian_defect", "t2_residual")]).all()
+        assert np.isfinite(cwlib.measure(layer, ["entropy_rate"], gauge="norm")["entropy_rate"])
+
+
+@pytest.mark.parametrize("source", ["gaussian", "shuffled", "sinkless"])
+def test_nulls_of_a_layer_with_a_sink_keep_it(source: str) -> None:
+    captured = list(layers(tiny_checkpoint("gpt_oss"), IDS))
+    for layer, (_, null) in zip(captured, null_layers(source, 0, captured, {}), strict=True):
+        if source == "sinkless":
+            assert null.walk.absorption is None
+        else:
+            torch.testing.assert_close(null.walk.absorption.mean(0), layer.walk.absorption.mean(0))
 
 
 # --- streaming ----------------------------------------------------------------------------------------------------
@@ -379,13 +489,15 @@ def test_a_checkpoint_is_freed_after_use() -> None:
 # --- the model is left as it was ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_another_attention_implementation_gives_the_same_walks_and_comes_back(family: str) -> None:
-    # a family without the other path (MPNet's attention is always eager) must work as well
-    eager, other = tiny_checkpoint(family), tiny_checkpoint(family)
-    other.model.config._attn_implementation = "sdpa"
-    assert_same(list(layers(other, IDS)), list(layers(eager, IDS)))
-    assert_left_clean(other, "sdpa")
+@pytest.mark.parametrize("family", STACKS)
+def test_the_familys_own_attention_implementation_gives_the_same_walks_and_comes_back(family: str) -> None:
+    eager = tiny_checkpoint(family)
+    own = AutoModel.from_config(tiny_config(family, {})).eval()  # with the family's own choice, mostly sdpa
+    own.load_state_dict(eager.model.state_dict())
+    default = own.config._attn_implementation
+    other = dataclasses.replace(eager, model=own)
+    assert_same(list(layers(other, example(family))), list(layers(eager, example(family))))
+    assert_left_clean(other, default)
 
 
 def test_a_live_model_with_sdpa_gives_the_same_walks() -> None:

@@ -27,7 +27,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, BertTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, BertTokenizer
 from transformers.utils import logging
 from typer.testing import CliRunner
 
@@ -723,10 +723,12 @@ def test_live_model_is_used_as_it_is():
         open_checkpoint(model, device="meta")
 
 
-def test_encoder_decoder_is_refused():
-    config = AutoConfig.for_model("t5", d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, vocab_size=10)
-    with pytest.raises(ValueError, match="T5Model is an encoder-decoder"):
-        open_checkpoint(transformers.T5Model(config))
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [("t5", "encoder-decoder"), ("bloom", "decoder"), ("clip-text", "decoder"), ("clip-vision", "encoder")],
+)
+def test_kind_of_models_whose_attention_does_not_say(family, kind):
+    assert tiny_checkpoint(family).kind == kind
 
 
 def test_device_and_dtype_are_checked(bert_folder):
@@ -938,7 +940,7 @@ def test_tiny_checkpoint_arguments():
     assert gemma.layer_types == ["sliding_attention", "full_attention"] * 2
     assert gemma.head_dim * gemma.num_attention_heads != gemma.hidden_size
     with pytest.raises(ValueError, match="family: expected one of bert"):
-        tiny_checkpoint("t5")
+        tiny_checkpoint("mamba")
     with pytest.raises(ValueError, match="overrides: BertConfig has no field layers"):
         tiny_checkpoint("bert", layers=2)
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from models import TEXT_FAMILIES as FAMILIES
 from oracles import agree
-from test_architectures import FAMILIES
 from test_cores import DEGENERATE, THIN, WIDE, head_with, transports_with
 from torch import Tensor
 

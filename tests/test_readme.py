@@ -6,7 +6,9 @@ from io import StringIO
 from pathlib import Path
 
 import pandas as pd
+import pytest
 import torch
+from models import families_table
 
 import cwlib
 from cwlib import cost, study, verdicts
@@ -51,6 +53,13 @@ def test_download_size() -> None:
     live = sum(CATALOGUE[name].download_bytes for name in ("minilm-l6", "smollm2-135m"))
     assert f"({round(live / 1e6, -1):.0f} MB)" in README
     assert f"{sum(item.download_bytes for item in CATALOGUE.values()) / 1e9:.1f} GB to download" in README
+
+
+@pytest.mark.filterwarnings("ignore:.*layers are left out:UserWarning")
+def test_families_are_those_that_work() -> None:
+    """Every family's masks and residuals, measured now, are those of README's table."""
+    table = README.split("<!-- families -->")[1].strip()
+    assert table == families_table()
 
 
 def test_code_on_tensors_of_ones_own_runs() -> None:

@@ -27,9 +27,9 @@ ORDER = [
     *("holonomy", "spectra", "synthetic", "nulls", "dense", "theorems_balance", "theorems_laplacian"),
     *("theorems_causal", "theorems_transport", "theorems_holonomy", "theorems", "exact"),
     *("metrics_graph", "metrics_transport", "metrics_spectrum", "metric", "metrics", "corpus"),
-    *("catalogue", "loading", "fetch", "sources", "tiny", "checkpoints", "quantise", "architectures", "weights"),
-    *("capture", "statistics", "cells", "workers", "study", "effects", "claims", "verdicts", "style", "verify"),
-    *("rivals", "timing", "big", "footprint", "cost", "sizes", "bench", "doctor"),
+    *("catalogue", "loading", "fetch", "sources", "tiny", "checkpoints", "quantise", "families", "architectures"),
+    *("weights", "inputs", "capture", "statistics", "cells", "workers", "study", "effects", "claims", "verdicts"),
+    *("style", "verify", "rivals", "timing", "big", "footprint", "cost", "sizes", "bench", "doctor"),
     *("plots_theory", "plots", "plots_claims", "plots_cost", "single", "chain", "__main__"),
 ]
 TOP_LEVEL = {

@@ -10,7 +10,9 @@ import torch
 from oracles import Layer, agree
 from torch import Tensor
 
+from cwlib import laplacian, measures
 from cwlib.cores import HeadTransports
+from cwlib.measures import stochastic_walk
 from cwlib.synthetic import dependent_walk, isometric_transports, random_walk
 from cwlib.walk import ConnectionWalk
 
@@ -465,6 +467,8 @@ def build(**changed: object) -> ConnectionWalk:
 
 
 LOGITS = GOOD.attention.log()
+HALF = torch.full((4, 6), 0.5, dtype=torch.float64)
+ABSORBING = build(attention=GOOD.attention / 2, absorption=HALF)
 WRONG: dict[str, tuple[Callable[[], object], list[str]]] = {
     "rows": (lambda: build(attention=ROWS), ["attention", "sum to one", "1.5", "head 2", "dst 5", "softmax over src"]),
     "columns": (lambda: build(attention=GOOD.attention.mT), ["attention", "sum to one", "transpose"]),
@@ -492,6 +496,13 @@ WRONG: dict[str, tuple[Callable[[], object], list[str]]] = {
     "NaN constant": (lambda: build(constant=torch.full((8,), torch.nan)), ["constant", "finite", "nan"]),
     "constant from numpy": (lambda: build(constant=np.zeros(8)), ["constant", "torch.Tensor", "ndarray"]),
     "constant a list": (lambda: build(constant=[0.0] * 8), ["constant", "torch.Tensor", "list"]),
+    "absorption undeclared": (lambda: build(attention=GOOD.attention / 2), ["sum to one", "0.5", "absorption="]),
+    "absorption too small": (lambda: build(attention=GOOD.attention / 2, absorption=HALF / 2), ["sum to one", "0.75"]),
+    "absorption of full rows": (lambda: build(absorption=HALF), ["sum to one", "1.5"]),
+    "absorption per row": (lambda: build(attention=GOOD.attention / 2, absorption=HALF[0]), ["absorption", "(6,)"]),
+    "absorption transposed": (lambda: build(absorption=HALF.T), ["absorption", "(4, 6)", "(6, 4)"]),
+    "absorption negative": (lambda: build(absorption=HALF - 1), ["absorption", "[0, 1]", "[-0.5, -0.5]"]),
+    "absorption and W": (lambda: stochastic_walk(ABSORBING), ["row-stochastic", "absorption", "norm gauge"]),
     "field too short": (lambda: GOOD.apply(torch.zeros(5, 8)), ["field", "(6, 8)", "got (5, 8)"]),
     "field too wide": (lambda: GOOD @ torch.zeros(6, 9), ["field", "(6, 8)", "got (6, 9)"]),
     "field flat": (lambda: GOOD.apply(torch.zeros(48)), ["field", "(6, 8)", "(48,)"]),
@@ -514,6 +525,22 @@ def test_wrong_inputs_are_refused(name: str, unchecked: None) -> None:
         attempt()
     for word in words:
         assert word in str(caught.value), (word, str(caught.value))
+
+
+def test_a_walk_that_absorbs_half_of_every_row() -> None:
+    """Edges and their transports are those of the whole walk; it carries half of it."""
+    assert ABSORBING.absorption is HALF
+    field = torch.randn(6, 8, dtype=torch.float64)
+    agree(2 * ABSORBING.apply(field), GOOD.apply(field))
+    agree(2 * ABSORBING.to_dense(), GOOD.to_dense())
+    for same in ("edge_isometry", "gates", "rank_bound"):
+        agree(getattr(ABSORBING, same)(), getattr(GOOD, same)())
+    found, whole = laplacian.conditions(ABSORBING), laplacian.conditions(GOOD, measures.uniform_measure(6))
+    assert found["measure"] == "uniform"
+    agree(found["laplacian_defect"], whole["laplacian_defect"])
+    assert found["stochasticity_defect"] > 0.3
+    agree(stochastic_walk(ABSORBING, "norm"), stochastic_walk(GOOD, "norm"))
+    assert laplacian.in_metric(ABSORBING, 4 * torch.eye(8, dtype=torch.float64)).absorption is HALF
 
 
 def test_transport_along_an_edge_without_weight() -> None:
