@@ -59,7 +59,8 @@ class StoredWeights(Mapping[str, Tensor]):
         if name not in self._files:
             folder = next(iter(self._files.values()))[0].parent
             raise CheckpointError(
-                f"the weights in {folder} lack {name}: check that config.json and the weights belong together"
+                f"the weights in {folder} lack {name}: check that config.json and the weights belong together; where "
+                "transformers renames weights on loading (ViT), cwlib.open_checkpoint finds them"
             )
         path, key = self._files[name]
         try:

@@ -250,8 +250,8 @@ def mask_word(layer: LayerWalk) -> str:
 
 
 def bound(residuals: list[float]) -> str:
-    """A power of ten above the worst, not so near that another processor would give another."""
-    return f"1e{math.ceil(math.log10(1.5 * max(residuals))):03d}"
+    """A power of ten above the worst, not so near that another processor would give another; at least 1e-14."""
+    return f"1e{math.ceil(math.log10(1.5 * max(*residuals, 2e-15))):03d}"
 
 
 def families_table() -> str:

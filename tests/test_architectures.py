@@ -111,6 +111,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, dict], Pa
     return get
 
 
+@pytest.mark.parametrize("family", STACKS)
+def test_maps_straight_from_the_files_are_those_of_the_opened_model(family: str, folder: Callable) -> None:
+    if family == "vit":
+        with pytest.raises(
+            cwlib.CheckpointError, match=r"lack layers\.0\.attention\.v_proj\.weight: .*open_checkpoint"
+        ):
+            list(cwlib.weight_layers(folder(family, {})))
+        return
+    opened = attention_layers(cwlib.open_checkpoint(folder(family, {}), device="cpu").model)
+    for layer, expected in zip(cwlib.weight_layers(folder(family, {})), opened, strict=True):
+        assert (layer.path, layer.index) == (expected.path, expected.index)
+        assert torch.equal(layer.transports.value, expected.transports.value)
+        assert torch.equal(layer.transports.output, expected.transports.output)
+
+
 @pytest.mark.claim("T2")
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(("family", "overrides"), VARIANTS, ids=variant_id)
