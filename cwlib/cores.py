@@ -251,7 +251,7 @@ class HeadTransports:
         With a Cholesky factor :math:`O_h^TO_h = LL^T` they are the roots of the eigenvalues of
         :math:`L^TV_hV_h^TL` (T9), relatively accurate to about 1e-8 as long as :math:`O_h` and :math:`T_h` are well
         conditioned. Other heads take QR factors :math:`O_h = Q R_O`, :math:`V_h^T = Q' R_V` and the singular values of
-        the small :math:`R_O R_V^T`, where errors are about 1e-15 of the largest.
+        the small :math:`R_O R_V^T`, where errors are rounding of :math:`|O_h||V_h|`.
 
         Returns
         -------
