@@ -15,11 +15,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from cwlib import background
 from cwlib._types import Field, Section
 from cwlib.architectures import AttentionLayer, attention_layers
 from cwlib.checkpoints import Checkpoint
@@ -192,6 +194,8 @@ class _Capture:
             self.deliver.put(None)
         except BaseException as error:  # handed to the consumer, which raises it
             self.deliver.put(error)
+        finally:
+            self.thread = None  # it will serve other captures, also of this model
 
 
 def layers(
@@ -257,13 +261,13 @@ def _stream(
     model: nn.Module, found: Sequence[AttentionLayer], keep_cores: bool, inputs: Mapping[str, Tensor]
 ) -> Iterator[LayerWalk]:
     capture = _Capture(found, keep_cores, inputs)
-    thread = threading.Thread(target=capture.run, args=(model,), name="cwlib-forward", daemon=True)
-    capture.thread = thread
     latest: dict[str, LayerWalk] = {}  # of every stack
     try:
         with _eager_attention(model):
+            worker = background.worker()
+            capture.thread = worker.thread
+            done = worker.start(partial(capture.run, model))
             try:
-                thread.start()
                 while True:
                     capture.resume.release()
                     item = capture.deliver.get()
@@ -279,7 +283,7 @@ def _stream(
             finally:
                 capture.stopped = True
                 capture.resume.release()
-                thread.join()
+                done.wait()
     finally:
         for handle in capture.handles:
             handle.remove()

@@ -2,7 +2,10 @@
 
 import dataclasses
 import gc
+import os
 import signal
+import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -32,6 +35,7 @@ from transformers import AutoConfig, AutoModel, BatchEncoding
 
 import cwlib
 from cwlib.architectures import attention_layers
+from cwlib.background import Worker
 from cwlib.capture import LayerWalk, layers
 from cwlib.checkpoints import Checkpoint, open_checkpoint, tiny_checkpoint
 from cwlib.nulls import null_layers
@@ -53,7 +57,9 @@ def hooks(model: nn.Module) -> int:
 
 
 def workers() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "cwlib-forward"]
+    """Threads of captures that have not ended; the others wait for the next."""
+    waiting = {worker.thread for worker in Worker.idle}
+    return [thread for thread in threading.enumerate() if thread.name == "cwlib-forward" and thread not in waiting]
 
 
 def assert_left_clean(checkpoint: Checkpoint, implementation: str = "eager") -> None:
@@ -640,6 +646,44 @@ def test_a_stream_within_a_stream() -> None:
     pairs = [(a.index, b.index) for a in layers(checkpoint, IDS) for b in layers(checkpoint, IDS[:5])]
     assert pairs == [(a, b) for a in range(3) for b in range(3)]
     assert_left_clean(checkpoint, "sdpa")
+
+
+def test_streams_share_threads_one_after_the_other_and_keep_their_number_of_cores() -> None:
+    checkpoint, ids = tiny_checkpoint("gpt2"), torch.arange(5)[None]
+    list(layers(checkpoint, ids))
+    before = threading.active_count()
+    cores = torch.get_num_threads()
+    seen = []
+    handle = checkpoint.model.register_forward_pre_hook(lambda *_: seen.append(torch.get_num_threads()))
+    try:
+        for count in (1, 2, 1):
+            torch.set_num_threads(count)
+            list(layers(checkpoint, ids))
+            next(iter(layers(checkpoint, ids)))  # and one that is abandoned
+    finally:
+        torch.set_num_threads(cores)
+        handle.remove()
+    assert seen == [1, 1, 2, 2, 1, 1]
+    assert threading.active_count() == before
+    assert_left_clean(checkpoint)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_a_forked_process_captures_with_threads_of_its_own() -> None:
+    script = """
+import os, sys, torch
+from cwlib import layers, open_checkpoint
+from cwlib.footprint import gpt2
+torch.set_num_threads(1)
+checkpoint, ids = open_checkpoint(gpt2(2, 16, 2), device="cpu"), torch.arange(5)[None]
+first = [layer.output for layer in layers(checkpoint, ids)]
+child = os.fork()
+if child == 0:
+    same = all(torch.equal(a, b.output) for a, b in zip(first, layers(checkpoint, ids), strict=True))
+    os._exit(0 if same else 3)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    assert subprocess.run([sys.executable, "-c", script], timeout=120).returncode == 0
 
 
 def test_streams_in_several_threads_give_what_separate_runs_give() -> None:
