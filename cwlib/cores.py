@@ -20,13 +20,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from cwlib._types import HeadGram, Output, Value
-from cwlib.kernels import cholesky, workspace
+from cwlib.kernels import grams, workspace
 from cwlib.validation import require_finite
 
 HeadCores = Float[Tensor, "head other d_head d_other"]
 
-# Condition numbers of Gram matrices up to which their eigenvalues give singular values to about eight digits.
+# Spread of |O|^2 |V|^2 over the least squared singular value up to which Gram matrices give it to about eight digits.
 _WELL_CONDITIONED = 1e8
+_SMALLEST = 1e-280  # products of squares below it, or above its inverse, may have left the range of floats
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -249,9 +250,10 @@ class HeadTransports:
         r"""Singular values of every head's transport, descending.
 
         With a Cholesky factor :math:`O_h^TO_h = LL^T` they are the roots of the eigenvalues of
-        :math:`L^TV_hV_h^TL` (T9), relatively accurate to about 1e-8 as long as :math:`O_h` and :math:`T_h` are well
-        conditioned. Other heads take QR factors :math:`O_h = Q R_O`, :math:`V_h^T = Q' R_V` and the singular values of
-        the small :math:`R_O R_V^T`, where errors are rounding of :math:`|O_h||V_h|`.
+        :math:`L^TV_hV_h^TL` (T9). Rounding moves these by about 1e-16 of :math:`|O_h|^2|V_h|^2`; the roots are used if
+        the least eigenvalue is above 1e-8 of that, and so right to eight digits. Other heads take QR factors
+        :math:`O_h = Q R_O`, :math:`V_h^T = Q' R_V` and the singular values of the small :math:`R_O R_V^T`, where errors
+        are rounding of :math:`|O_h||V_h|`.
 
         Returns
         -------
@@ -260,15 +262,14 @@ class HeadTransports:
         """
         if self.d_head > self.d_model:
             return self._accurate_singular_values(torch.arange(self.heads))
-        output, value = self._o, self._v
-        p, b = output.mT @ output, value @ value.mT
+        p, b = grams(self.output.mT), self.per_head(grams(self.value))
+        # Gram matrices are rounded, and so squares are off by about 1e-16 of this
+        size = torch.linalg.matrix_norm(p) * torch.linalg.matrix_norm(b)
         # with O^T O = L L^T, those of T are the roots of the eigenvalues of L^T (V V^T) L
-        lower, of_output = cholesky(p)
-        _, of_value = cholesky(b)
-        squares = torch.linalg.eigvalsh(lower.mT @ self.per_head(b) @ lower).flip(1)
-        worst = torch.stack([of_output, self.per_head(of_value), squares[:, 0] / squares[:, -1]])
-        # not above the bound, negative or NaN
-        doubtful = (~((worst > 0) & (worst < _WELL_CONDITIONED)).all(0)).nonzero().squeeze(1)
+        lower, failed = torch.linalg.cholesky_ex(p)
+        sound = (failed == 0) & (size > _SMALLEST) & (size < 1 / _SMALLEST)
+        squares = torch.linalg.eigvalsh(torch.where(sound[:, None, None], lower.mT @ b @ lower, 0.0)).flip(1)
+        doubtful = (~sound | ~(squares[:, -1] > size / _WELL_CONDITIONED)).nonzero().squeeze(1)
         values = squares.clamp_min(0).sqrt()
         if len(doubtful):
             values[doubtful] = self._accurate_singular_values(doubtful)

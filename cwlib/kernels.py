@@ -54,9 +54,8 @@ def _fold(form: Tensor, first: Tensor, second: Tensor) -> Tensor:
     return both[first, second][:, first, second] * multiplicity[:, None] * multiplicity[None, :]
 
 
-def cholesky(grams: Float[Tensor, "head row row"]) -> tuple[Float[Tensor, "head row row"], Float[Tensor, " head"]]:
-    """Lower factors, and bounds |L|_F^2 |L^-1|_F^2 of the condition numbers; NaN where a matrix is not positive."""
-    lower, failed = torch.linalg.cholesky_ex(grams)
-    inverse = torch.linalg.solve_triangular(lower, torch.eye(grams.shape[1]).to(lower), upper=False)
-    bound = (lower**2).sum((1, 2)) * (inverse**2).sum((1, 2))
-    return lower, torch.where(failed == 0, bound, torch.nan)
+def grams(maps: Float[Tensor, "head row column"]) -> Float[Tensor, "head row row"]:
+    """The Gram matrix of every head's rows, float64; heads are upcast a few at a time, which stay in the cache."""
+    step = max(1, workspace(maps.device) // (64 * maps[0].numel()))
+    upcast = (some.detach().to(torch.float64) for some in maps.split(step))
+    return torch.cat([some @ some.mT for some in upcast])
