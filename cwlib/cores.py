@@ -20,7 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from cwlib._types import HeadGram, Output, Value
-from cwlib.kernels import grams, workspace
+from cwlib.kernels import gram, grams, workspace
 from cwlib.validation import require_finite
 
 HeadCores = Float[Tensor, "head other d_head d_other"]
@@ -122,14 +122,17 @@ class HeadTransports:
     @property
     def _shared_value_cores(self) -> Float[Tensor, "kv_head kv_head d_head d_head"]:
         # heads of a group share V: what is computed from these is computed once for the group
-        flat = self._v.flatten(0, 1)
-        return (flat @ flat.T).unflatten(1, (self.kv_heads, -1)).unflatten(0, (self.kv_heads, -1)).transpose(1, 2)
+        return (
+            gram(self._v.flatten(0, 1))
+            .unflatten(1, (self.kv_heads, -1))
+            .unflatten(0, (self.kv_heads, -1))
+            .transpose(1, 2)
+        )
 
     @property
     def _flat_output_cores(self) -> Float[Tensor, "head_width head_width"]:
         # all P_kh as the blocks of one symmetric matrix
-        flat = self.output.detach().transpose(0, 1).flatten(1).to(torch.float64)
-        return flat.T @ flat
+        return gram(self.output.detach().transpose(0, 1).flatten(1).to(torch.float64).T)
 
     def mixed_cores(self) -> HeadCores:
         r"""Cores :math:`C_{hl} = V_h O_l`, float64."""
@@ -200,18 +203,18 @@ class HeadTransports:
         flat, shared = self._flat_output_cores, self._shared_value_cores
         # the cores are large, and not kept; whoever wants this form wants that one too
         self.__dict__.setdefault("head_gram", self._gram_of(flat, shared))
-        p = flat.view(kv, groups * d, heads, d).transpose(1, 2)  # [x, h]: P_kh, k in x, stacked
-        b = self.per_head(shared)  # [h, y]
+        p = flat.view(kv, groups * d, heads, d).transpose(1, 2).contiguous()  # [x, h]: P_kh, k in x, stacked
+        b = self.per_head(shared).transpose(0, 1).contiguous()  # [y, h]: B_hy
         form = torch.empty(kv, kv, groups * heads, groups * heads, dtype=p.dtype, device=p.device)
-        # Q_khlm = tr(P_kh B_hl P_lm B_mk) = <P_kh B_hy, (P_lm B_mx)^T> with k in group x and l in group y. Exchanging
+        # Q_khlm = tr(P_kh B_hl P_lm B_mk) = <P_kh B_hy, B_xm P_ml> with k in group x and l in group y. Exchanging
         # (k, h) and (l, m) leaves it as it is, so that unordered pairs of groups will do.
         first, second = torch.triu_indices(kv, kv, device=p.device)
-        per_pair = 128 * groups * heads * d * d  # ten copies or so, which are fast as long as they stay in the cache
+        per_pair = 64 * groups * heads * d * d  # eight copies, which are fast as long as they stay in the cache
         for some in torch.arange(len(first), device=p.device).split(max(1, workspace(p.device) // per_pair)):
             x, y = first[some], second[some]
-            there = (p[x] @ b[:, y].transpose(0, 1)).unflatten(2, (groups, d)).transpose(1, 2).flatten(1, 2).flatten(2)
-            back = (p[y] @ b[:, x].transpose(0, 1)).unflatten(2, (groups, d)).transpose(1, 2).flatten(1, 2)
-            form[x, y] = there @ back.mT.flatten(2).mT
+            there = (p[x] @ b[y]).unflatten(2, (groups, d)).transpose(1, 2).flatten(1, 2)
+            back = (b[x].mT @ p[y].mT).unflatten(3, (groups, d)).permute(0, 3, 1, 2, 4).flatten(1, 2)
+            form[x, y] = there.flatten(2) @ back.flatten(2).mT
             form[y, x] = form[x, y].mT
         # now [x, y, (k, h), (l, m)]
         form = form.view(kv, kv, groups, heads, groups, heads).permute(0, 2, 3, 1, 4, 5)
