@@ -25,7 +25,8 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 ORDER = [
     *("_types", "kernels", "validation", "checks", "cores", "blocks", "walk", "edges", "measures", "laplacian"),
     *("holonomy", "spectra", "synthetic", "nulls", "dense", "theorems_balance", "theorems_laplacian"),
-    *("theorems_causal", "theorems_transport", "theorems_holonomy", "theorems", "exact"),
+    *("theorems_causal", "theorems_transport", "theorems_holonomy", "theorems", "exact", "atlas_pair"),
+    *("atlas_attention", "atlas_kernels", "atlas_graphs", "atlas_dynamics", "atlas"),
     *("metrics_graph", "metrics_transport", "metrics_spectrum", "metric", "metrics", "corpus"),
     *("catalogue", "loading", "fetch", "sources", "tiny", "checkpoints", "quantise", "families", "architectures"),
     *("weights", "inputs", "capture", "statistics", "cells", "workers", "study", "effects", "claims", "verdicts"),
