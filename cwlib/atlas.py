@@ -5,7 +5,19 @@ Every entry runs a system from its defining equation in NumPy, reads (W, Omega) 
 
 import pandas as pd
 
-from cwlib import atlas_attention, atlas_dynamics, atlas_graphs, atlas_kernels  # noqa: F401  (they enter SYSTEMS)
+from cwlib import (  # noqa: F401  (they enter SYSTEMS)
+    atlas_attention,
+    atlas_dynamics,
+    atlas_energies,
+    atlas_geometry,
+    atlas_graphs,
+    atlas_kernels,
+    atlas_positions,
+    atlas_recurrent,
+    atlas_sheaves,
+    atlas_signed,
+    atlas_values,
+)
 from cwlib.atlas_pair import CONDITIONS, ROUNDING, SYSTEMS, Placed, defects, ranks
 from cwlib.checks import Check
 

@@ -142,7 +142,8 @@ def defects(pair: Pair) -> dict[str, float]:
         best single transport (T3).
     """
     weight, support = pair.weight, pair.support
-    square = weight.shape[0] == weight.shape[1] and pair.maps.shape[-1] == pair.maps.shape[-2]
+    among = weight.shape[0] == weight.shape[1]
+    square = among and pair.maps.shape[-1] == pair.maps.shape[-2]
     negative = float(-weight.clamp_max(0).sum() / weight.abs().sum())
     width = pair.maps.shape[-1]
     eye = torch.eye(width, dtype=torch.float64)
@@ -159,7 +160,7 @@ def defects(pair: Pair) -> dict[str, float]:
     return {
         "nonnegative": negative,
         "stochastic": float((weight.sum(1) - 1).abs().max()),
-        "reversible": reversibility_defect(weight, best_measure(weight)) if square and not negative else float("nan"),
+        "reversible": reversibility_defect(weight, best_measure(weight)) if among and not negative else float("nan"),
         "isometric": farthest(grams),
         "inverse": farthest(returns),
         "flat": _flatness(pair) if square else float("nan"),

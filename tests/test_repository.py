@@ -26,12 +26,13 @@ ORDER = [
     *("_types", "kernels", "validation", "checks", "cores", "blocks", "walk", "edges", "measures", "laplacian"),
     *("holonomy", "spectra", "synthetic", "nulls", "dense", "theorems_balance", "theorems_laplacian"),
     *("theorems_causal", "theorems_transport", "theorems_holonomy", "theorems", "exact", "atlas_pair"),
-    *("atlas_attention", "atlas_kernels", "atlas_graphs", "atlas_dynamics", "atlas"),
+    *("atlas_attention", "atlas_positions", "atlas_values", "atlas_kernels", "atlas_recurrent", "atlas_signed"),
+    *("atlas_graphs", "atlas_geometry", "atlas_sheaves", "atlas_dynamics", "atlas_energies", "atlas"),
     *("metrics_graph", "metrics_transport", "metrics_spectrum", "metric", "metrics", "corpus"),
     *("catalogue", "loading", "fetch", "sources", "tiny", "checkpoints", "quantise", "families", "architectures"),
     *("weights", "inputs", "capture", "statistics", "cells", "workers", "study", "effects", "claims", "verdicts"),
     *("style", "verify", "rivals", "timing", "big", "footprint", "cost", "sizes", "bench", "doctor"),
-    *("plots_theory", "plots", "plots_claims", "plots_cost", "single", "chain", "__main__"),
+    *("plots_theory", "plots", "plots_claims", "plots_cost", "plots_atlas", "single", "chain", "__main__"),
 ]
 TOP_LEVEL = {
     *("README.md", "environment.yml", "Makefile", "pyproject.toml", "LICENSE", "CITATION.cff"),
@@ -182,7 +183,7 @@ def test_imports_point_upwards(name: str) -> None:
             "transformers",
             {"loading", "fetch", "tiny", "checkpoints", "quantise", "architectures", "capture", "big"},
         ),
-        ("matplotlib", {"style", "plots", "plots_claims", "plots_theory", "plots_cost", "single"}),
+        ("matplotlib", {"style", "plots", "plots_claims", "plots_theory", "plots_cost", "plots_atlas", "single"}),
         ("seaborn", {"style", "plots", "plots_claims"}),
         ("papermill", {"chain"}),
     ],
@@ -192,7 +193,7 @@ def test_library_is_confined(library: str, allowed: set[str]) -> None:
     assert users and users <= allowed
 
 
-@pytest.mark.parametrize("name", ["style", "plots", "plots_claims", "plots_theory", "plots_cost"])
+@pytest.mark.parametrize("name", ["style", "plots", "plots_claims", "plots_theory", "plots_cost", "plots_atlas"])
 def test_plots_know_nothing_of_tensors(name: str) -> None:
     assert not {"torch", "transformers", "cwlib.walk", "cwlib.study"} & imports(name)
 
