@@ -25,7 +25,9 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 ORDER = [
     *("_types", "kernels", "validation", "checks", "cores", "blocks", "walk", "edges", "measures", "laplacian"),
     *("holonomy", "spectra", "synthetic", "nulls", "dense", "theorems_balance", "theorems_laplacian"),
-    *("theorems_causal", "theorems_transport", "theorems_holonomy", "theorems", "exact"),
+    *("theorems_causal", "theorems_transport", "theorems_holonomy", "theorems", "exact", "atlas_pair"),
+    *("atlas_attention", "atlas_positions", "atlas_values", "atlas_kernels", "atlas_recurrent", "atlas_signed"),
+    *("atlas_graphs", "atlas_geometry", "atlas_sheaves", "atlas_dynamics", "atlas_energies", "atlas"),
     *("metrics_graph", "metrics_transport", "metrics_spectrum", "metric", "metrics", "corpus"),
     *("catalogue", "loading", "fetch", "sources", "tiny", "checkpoints", "quantise", "families", "architectures"),
     *(
@@ -42,7 +44,7 @@ ORDER = [
         "verdicts",
     ),
     *("style", "verify", "rivals", "timing", "big", "footprint", "cost", "sizes", "bench", "doctor"),
-    *("plots_theory", "plots", "plots_claims", "plots_cost", "single", "chain", "__main__"),
+    *("plots_theory", "plots", "plots_claims", "plots_cost", "plots_atlas", "single", "chain", "__main__"),
 ]
 TOP_LEVEL = {
     *("README.md", "environment.yml", "Makefile", "pyproject.toml", "LICENSE", "CITATION.cff"),
@@ -193,7 +195,7 @@ def test_imports_point_upwards(name: str) -> None:
             "transformers",
             {"loading", "fetch", "tiny", "checkpoints", "quantise", "architectures", "capture", "big"},
         ),
-        ("matplotlib", {"style", "plots", "plots_claims", "plots_theory", "plots_cost", "single"}),
+        ("matplotlib", {"style", "plots", "plots_claims", "plots_theory", "plots_cost", "plots_atlas", "single"}),
         ("seaborn", {"style", "plots", "plots_claims"}),
         ("papermill", {"chain"}),
     ],
@@ -203,7 +205,7 @@ def test_library_is_confined(library: str, allowed: set[str]) -> None:
     assert users and users <= allowed
 
 
-@pytest.mark.parametrize("name", ["style", "plots", "plots_claims", "plots_theory", "plots_cost"])
+@pytest.mark.parametrize("name", ["style", "plots", "plots_claims", "plots_theory", "plots_cost", "plots_atlas"])
 def test_plots_know_nothing_of_tensors(name: str) -> None:
     assert not {"torch", "transformers", "cwlib.walk", "cwlib.study"} & imports(name)
 

@@ -1,0 +1,264 @@
+r"""A pair (W, Omega) given outright, its properties as numbers, and what it means to place a system as a walk.
+
+The atlas asks of a system from the literature: is one of its layers :math:`y_i = \sum_j W_{ij}\Omega_{ij}x_j`, and
+which conditions do W and Omega meet? Everything here is dense and tiny: it is the naive form, kept for the eye. Any
+block operator is a connection walk in the norm gauge (T2); what tells systems apart is whether *their own* W is
+nonnegative and stochastic, and what their transports do.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pandas as pd
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from cwlib.checks import Check, relative_residual
+from cwlib.measures import reversibility_defect
+from cwlib.validation import require_finite
+from cwlib.walk import ConnectionWalk
+
+Maps = Float[Tensor, "dst src d_out d_in"]
+
+#: the conditions that `defects` measures, each by a number that vanishes iff the condition holds
+CONDITIONS = ("nonnegative", "stochastic", "reversible", "isometric", "inverse", "flat", "constant")
+#: up to here a defect is rounding
+ROUNDING = 1e-8
+
+
+@dataclass(frozen=True, eq=False)
+class Pair:
+    r"""Weights and transports of a layer, dense, float64: :math:`y_i = \sum_j W_{ij}\Omega_{ij}x_j`.
+
+    Parameters
+    ----------
+    weight : Float[Tensor, "dst src"]
+        W; signed entries are allowed, since some systems have them, and are then measured as a failure.
+    maps : Float[Tensor, "dst src d_out d_in"]
+        :math:`\Omega_{ij}`; where W vanishes they play no part.
+
+    Raises
+    ------
+    ValueError
+        If an entry is not finite or shapes do not fit.
+    """
+
+    weight: Float[Tensor, "dst src"]
+    maps: Maps
+
+    def __post_init__(self) -> None:
+        require_finite("weight", self.weight, 2, "dst, src")
+        require_finite("maps", self.maps, 4, "dst, src, d_out, d_in")
+        if self.maps.shape[:2] != self.weight.shape:
+            raise ValueError(
+                f"maps: expected a map for each of {tuple(self.weight.shape)} (dst, src), got {tuple(self.maps.shape)}"
+            )
+
+    @classmethod
+    def constant(cls, weight: Float[Tensor, "dst src"], transport: Float[Tensor, "d_out d_in"]) -> "Pair":
+        """The pair with one transport on every edge (T1)."""
+        return cls(weight, transport.expand(*weight.shape, *transport.shape))
+
+    @classmethod
+    def from_walk(cls, walk: ConnectionWalk) -> "Pair":
+        """An attention layer in the mean gauge (T2), every transport formed."""
+        maps = torch.zeros(walk.n_dst, walk.n_src, walk.d_model, walk.d_model, dtype=torch.float64)
+        for dst, src in walk.support.nonzero().tolist():
+            maps[dst, src] = walk.transport(dst, src)
+        return cls(walk.effective_walk(), maps)
+
+    @property
+    def support(self) -> Bool[Tensor, "dst src"]:
+        """Edges that carry weight."""
+        return self.weight != 0
+
+    def __matmul__(self, field: Float[Tensor, "src d_in"]) -> Float[Tensor, "dst d_out"]:
+        """One step of the pair on a field."""
+        return torch.einsum("ij,ijab,jb->ia", self.weight, self.maps, field)
+
+    def blocks(self) -> Maps:
+        r"""The blocks :math:`K_{ij} = W_{ij}\Omega_{ij}` of the operator."""
+        return self.weight[:, :, None, None] * self.maps
+
+
+def best_measure(weight: Float[Tensor, "token other"]) -> Float[Tensor, " token"]:
+    r"""The measure that comes closest to detailed balance :math:`\pi_iW_{ij} = \pi_jW_{ji}` in logarithms.
+
+    Exact if W is reversible (Kolmogorov); determined by the edges that carry weight both ways.
+    """
+    dst, src = ((weight > 0) & (weight.T > 0)).triu(1).nonzero().T
+    incidence = torch.zeros(len(dst), len(weight), dtype=torch.float64)
+    incidence[range(len(dst)), dst], incidence[range(len(dst)), src] = 1.0, -1.0
+    ratios = (weight[src, dst] / weight[dst, src]).log()
+    measure = (torch.linalg.pinv(incidence) @ ratios).exp()
+    return measure / measure.sum()
+
+
+def _flatness(pair: Pair) -> float:
+    """Largest 1 - cos between a transport and the path-independent one; NaN if paths cannot be compared."""
+    edges = pair.support.nonzero().tolist()
+    maps = {(i, j): pair.maps[i, j] for i, j in edges}
+
+    def angle(left: Tensor, right: Tensor) -> Tensor:
+        return 1 - (left * right).sum() / (left.norm() * right.norm()).clamp_min(1e-300)
+
+    if max(float(torch.linalg.cond(each)) for each in maps.values()) < 1e8:  # frames along a spanning forest
+        frames: dict[int, Tensor] = {}
+        for root in range(len(pair.weight)):
+            if root not in frames:
+                frames[root], queue = torch.eye(pair.maps.shape[-1], dtype=torch.float64), [root]
+                while queue:
+                    here = queue.pop()
+                    for i, j in edges:
+                        if j == here and i not in frames:
+                            frames[i] = maps[i, j] @ frames[here]
+                            queue.append(i)
+                        elif i == here and j not in frames:
+                            frames[j] = torch.linalg.inv(maps[i, j]) @ frames[here]
+                            queue.append(j)
+        return max(float(angle(maps[i, j], frames[i] @ torch.linalg.inv(frames[j]))) for i, j in edges)
+    # singular transports have no frames: compare the two ways along every transitive triangle (T8)
+    found = [
+        float(angle(maps[i, j] @ maps[j, k], maps[i, k]))
+        for i, j in edges
+        for m, k in edges
+        if m == j and (i, k) in maps
+    ]
+    return max(found, default=float("nan"))
+
+
+def defects(pair: Pair) -> dict[str, float]:
+    r"""How far a pair is from each condition; zero iff it holds, NaN where it makes no sense (two kinds of token).
+
+    Returns
+    -------
+    dict of str to float
+        ``nonnegative``: share of negative weight, :math:`\sum W^-/\sum|W|`. ``stochastic``: largest
+        :math:`|\sum_jW_{ij} - 1|`. ``reversible``: :math:`|\Pi W - W^T\Pi|/|\Pi W + W^T\Pi|` at `best_measure`.
+        ``isometric``: largest :math:`|\Omega_{ij}^T\Omega_{ij}/c - I|_F/\sqrt d`, with one c for all edges (their
+        mean). ``inverse``: largest :math:`|\Omega_{ij}\Omega_{ji}/c - I|_F/\sqrt d` over edges with a way back.
+        ``flat``: largest 1 - cos between a transport and :math:`g_ig_j^{-1}` (T8). ``constant``: relative error of the
+        best single transport (T3).
+    """
+    weight, support = pair.weight, pair.support
+    among = weight.shape[0] == weight.shape[1]
+    square = among and pair.maps.shape[-1] == pair.maps.shape[-2]
+    negative = float(-weight.clamp_max(0).sum() / weight.abs().sum())
+    width = pair.maps.shape[-1]
+    eye = torch.eye(width, dtype=torch.float64)
+    grams = (pair.maps.transpose(-1, -2) @ pair.maps)[support]
+    returns = (pair.maps @ pair.maps.transpose(0, 1))[support & support.T] if square else grams[:0]
+    values = torch.linalg.svdvals(pair.blocks().flatten(2).flatten(0, 1)).square()
+
+    def farthest(products: Tensor) -> float:
+        if not len(products):
+            return float("nan")
+        scale = products.diagonal(dim1=-1, dim2=-2).mean().abs().clamp_min(1e-300)
+        return float(torch.linalg.matrix_norm(products / scale - eye).max() / width**0.5)
+
+    return {
+        "nonnegative": negative,
+        "stochastic": float((weight.sum(1) - 1).abs().max()),
+        "reversible": reversibility_defect(weight, best_measure(weight)) if among and not negative else float("nan"),
+        "isometric": farthest(grams),
+        "inverse": farthest(returns),
+        "flat": _flatness(pair) if square else float("nan"),
+        "constant": float((values[1:].sum() / values.sum()).sqrt()),
+    }
+
+
+def ranks(pair: Pair) -> dict[str, int]:
+    """Rank of W, largest rank of a transport, and operator Schmidt rank of K (T3)."""
+    return {
+        "walk_rank": int(torch.linalg.matrix_rank(pair.weight)),
+        "transport_rank": int(torch.linalg.matrix_rank(pair.maps[pair.support]).max()),
+        "schmidt_rank": int(torch.linalg.matrix_rank(pair.blocks().flatten(2).flatten(0, 1))),
+    }
+
+
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """A system placed as a walk: its own output beside that of the pair it induces.
+
+    Attributes
+    ----------
+    pair : Pair
+        The weights and transports read off the system.
+    field : Float[Tensor, "src d_in"]
+        What it was run on.
+    output : Float[Tensor, "dst d_out"]
+        What the system's defining equation gives, by code that knows nothing of the pair.
+    constant : Float[Tensor, "dst d_out"] or None
+        The section that biases add.
+    checks : tuple of Check
+        What else the system shows: identities, fitted rates, and failures with their number (``holds=False``).
+    curve : pandas.DataFrame or None
+        Columns ``x``, ``y``, ``series`` of a rate, for the figure.
+    """
+
+    pair: Pair
+    field: Float[Tensor, "src d_in"]
+    output: Float[Tensor, "dst d_out"]
+    constant: Float[Tensor, "dst d_out"] | None = None
+    checks: tuple[Check, ...] = ()
+    curve: pd.DataFrame | None = None
+
+    @property
+    def residual(self) -> float:
+        """Relative distance between the system's output and the pair's."""
+        step = self.pair @ self.field
+        return relative_residual(step if self.constant is None else step + self.constant, self.output)
+
+
+@dataclass(frozen=True)
+class System:
+    """An entry of the atlas.
+
+    Attributes
+    ----------
+    name : str
+        As its authors call it.
+    paper : str
+        arXiv identifier.
+    walk, transport : str
+        What W and Omega are, in LaTeX.
+    fails : tuple of str
+        Conditions that a stochastic connection walk needs and this system lacks: ``nonnegative``, ``stochastic``.
+    remark : str
+        One sentence: what the placement shows, or what the nearest walk is.
+    place : callable
+        From a seed to the `Placed` system.
+    """
+
+    name: str
+    paper: str
+    walk: str
+    transport: str
+    fails: tuple[str, ...]
+    remark: str
+    place: Callable[[int], Placed]
+
+
+SYSTEMS: dict[str, System] = {}
+
+
+def system(
+    name: str, paper: str, walk: str, transport: str, remark: str, fails: tuple[str, ...] = ()
+) -> Callable[[Callable[[int], Placed]], Callable[[int], Placed]]:
+    """Enter a function ``seed -> Placed`` into the atlas under a name; see `System`."""
+
+    def enter(place: Callable[[int], Placed]) -> Callable[[int], Placed]:
+        if name in SYSTEMS:
+            raise ValueError(f"name: expected a new system, got {name!r} twice")
+        SYSTEMS[name] = System(name, paper, walk, transport, fails, remark, place)
+        return place
+
+    return enter
+
+
+def fitted_slope(x: list[float], y: list[float]) -> float:
+    """Least-squares slope of log y over log x: the exponent of a power law."""
+    horizontal, vertical = (torch.tensor(values, dtype=torch.float64).log() for values in (x, y))
+    centred = horizontal - horizontal.mean()
+    return float((centred * vertical).sum() / centred.square().sum())

@@ -1,0 +1,100 @@
+"""Every system of the atlas against the walk it induces, and the measures of a pair against hand-made ones."""
+
+import pytest
+import torch
+
+from cwlib.atlas import table
+from cwlib.atlas_pair import CONDITIONS, ROUNDING, SYSTEMS, Pair, best_measure, defects, ranks
+from cwlib.measures import uniform_measure
+from cwlib.synthetic import conditioned_walk, flat_walk, random_measure, random_orthogonal, random_walk
+
+SEEDS = (0, 1, 2)
+
+
+@pytest.fixture(scope="module")
+def tables() -> list:
+    return [table(seed) for seed in SEEDS]
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_system_is_the_pair_it_induces(name: str, seed: int) -> None:
+    placed = SYSTEMS[name].place(seed)
+    assert placed.output.norm() > 1e-3
+    assert placed.residual <= 1e-10
+    failed = [check for check in placed.checks if not check.passed]
+    assert not failed
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_axioms_fail_as_declared(name: str) -> None:
+    for seed in SEEDS:
+        measured = defects(SYSTEMS[name].place(seed).pair)
+        for axiom in ("nonnegative", "stochastic"):
+            if axiom in SYSTEMS[name].fails:
+                assert measured[axiom] > 1e-3, axiom
+            else:
+                assert measured[axiom] <= ROUNDING, axiom
+
+
+def test_table_has_a_row_for_every_system(tables: list) -> None:
+    for found in tables:
+        assert list(found.index) == list(SYSTEMS)
+        assert {*CONDITIONS, "residual", "verdict", "paper"} <= set(found.columns)
+
+
+def _pair(walk) -> Pair:
+    maps = torch.zeros(walk.tokens, walk.tokens, walk.d_model, walk.d_model, dtype=torch.float64)
+    maps[walk.dst, walk.src] = walk.maps
+    return Pair(walk.effective_walk(), maps)
+
+
+@pytest.mark.parametrize("dropped", [None, "stochastic", "reversible", "isometric", "inverse"])
+def test_defects_find_the_condition_that_was_dropped(dropped: str | None) -> None:
+    flags = {} if dropped is None else {dropped: False}
+    measured = defects(_pair(conditioned_walk(3, random_measure(3, 5), 3, **flags)))
+    broken = {
+        name for name in ("nonnegative", "stochastic", "reversible", "isometric", "inverse") if measured[name] > 1e-8
+    }
+    assert broken == ({dropped} if dropped else set())
+    assert measured["flat"] > 1e-2 and measured["constant"] > 1e-2
+
+
+def test_flat_connections_are_found_in_any_frames() -> None:
+    frames = random_orthogonal(1, 5, 3) * torch.linspace(0.5, 2, 5, dtype=torch.float64)[:, None, None]
+    assert defects(_pair(flat_walk(2, random_measure(2, 5), frames)))["flat"] < 1e-12
+
+
+def test_best_measure_is_the_reversible_one() -> None:
+    measure = random_measure(4, 6)
+    assert torch.allclose(best_measure(conditioned_walk(4, measure, 2).effective_walk()), measure, atol=1e-12)
+
+
+def test_constant_transport_and_ranks() -> None:
+    walk = random_walk(0, heads=1, tokens=5, d_model=4, d_head=2)
+    pair = Pair.from_walk(walk)
+    assert defects(pair)["constant"] < 1e-12
+    assert ranks(pair) == {"walk_rank": 5, "transport_rank": 2, "schmidt_rank": 1}
+    assert defects(Pair.from_walk(random_walk(0)))["constant"] > 1e-2
+
+
+def test_signed_weights_and_bipartite_pairs_are_measured() -> None:
+    weight = torch.tensor([[1.5, -0.5], [0.5, 0.5]], dtype=torch.float64)
+    eye = torch.eye(2, dtype=torch.float64)
+    measured = defects(Pair.constant(weight, eye))
+    assert measured["nonnegative"] == pytest.approx(1 / 6) and measured["stochastic"] < 1e-15
+    assert measured["reversible"] != measured["reversible"]
+    tall = defects(Pair.constant(uniform_measure(3).expand(2, 3), eye))
+    assert tall["stochastic"] < 1e-15 and tall["reversible"] != tall["reversible"]
+
+
+@pytest.mark.parametrize(
+    ("weight", "maps", "words"),
+    [
+        (torch.full((2, 2), torch.nan), torch.ones(2, 2, 1, 1), "weight"),
+        (torch.ones(2, 3), torch.ones(2, 2, 1, 1), "a map for each"),
+    ],
+)
+def test_pair_refuses_what_does_not_fit(weight: torch.Tensor, maps: torch.Tensor, words: str, unchecked: None) -> None:
+    with pytest.raises(ValueError, match=words):
+        Pair(weight, maps)
