@@ -43,6 +43,7 @@ _HOME = {
     "weight_layers": "weights",
 }
 _MODULES = (
+    "atlas",
     "capture",
     "checkpoints",
     "checks",

@@ -144,7 +144,7 @@ def defects(pair: Pair) -> dict[str, float]:
     weight, support = pair.weight, pair.support
     among = weight.shape[0] == weight.shape[1]
     square = among and pair.maps.shape[-1] == pair.maps.shape[-2]
-    negative = float(-weight.clamp_max(0).sum() / weight.abs().sum())
+    negative = float(weight.clamp_max(0).abs().sum() / weight.abs().sum())
     width = pair.maps.shape[-1]
     eye = torch.eye(width, dtype=torch.float64)
     grams = (pair.maps.transpose(-1, -2) @ pair.maps)[support]

@@ -1,9 +1,11 @@
 """Every system of the atlas against the walk it induces, and the measures of a pair against hand-made ones."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from cwlib.atlas import table
+from cwlib.atlas import place, table
 from cwlib.atlas_pair import CONDITIONS, ROUNDING, SYSTEMS, Pair, best_measure, defects, ranks
 from cwlib.measures import uniform_measure
 from cwlib.synthetic import conditioned_walk, flat_walk, random_measure, random_orthogonal, random_walk
@@ -41,6 +43,17 @@ def test_table_has_a_row_for_every_system(tables: list) -> None:
     for found in tables:
         assert list(found.index) == list(SYSTEMS)
         assert {*CONDITIONS, "residual", "verdict", "paper"} <= set(found.columns)
+
+
+def test_readme_counts_the_systems_and_its_residual_holds(tables: list) -> None:
+    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    assert f"places {len(SYSTEMS)} systems of the literature" in readme and "the two agree to 1e-10" in readme
+    assert max(found["residual"].max() for found in tables) <= 1e-10
+
+
+def test_unknown_system_is_refused() -> None:
+    with pytest.raises(ValueError, match="expected one of Transformer"):
+        place("Transformers")
 
 
 def _pair(walk) -> Pair:
