@@ -149,12 +149,16 @@ def bench(
 
     with _clean_errors():
         require_device(device)
-        table = module.run(
-            profile,
-            device,
-            report=lambda part: print(f"measured: {part}", flush=True),
-            keep=lambda rows: cost.write_partial(rows, folder),
-        )
+        try:
+            table = module.run(
+                profile,
+                device,
+                report=lambda part: print(f"measured: {part}", flush=True),
+                keep=lambda rows: cost.write_partial(rows, folder),
+            )
+        except RuntimeError as error:  # of a process that measured memory: its traceback ends in what was wrong
+            first, *rest = str(error).splitlines()
+            raise ValueError(" ".join([first, *rest[-1:]]) + f"; rows so far are in {folder}") from error
         cost.write(table, folder, machine(device))
         print(cost.report(table))
         print(f"bench.csv and bench.json are in {folder}")

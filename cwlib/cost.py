@@ -29,15 +29,20 @@ def exponents(table: pd.DataFrame) -> pd.DataFrame:
     Returns
     -------
     pd.DataFrame
-        Columns work, variable, exponent, last (the power between the two largest sizes alone), theory.
+        Columns work, variable, exponent, last (the power between the two largest sizes alone), theory. Values of zero,
+        which are too small to be measured, are left out; powers of fewer than two others are NaN.
     """
     rows = []
     for (work, variable), theory in THEORY.items():
-        found = table[(table["group"] == "growth") & (table["case"] == f"{work} over {variable}")]
+        found = table[
+            (table["group"] == "growth") & (table["case"] == f"{work} over {variable}") & (table["value"] > 0)
+        ]
         sizes, values = np.log(found["way"].astype(float).to_numpy()), np.log(found["value"].to_numpy())
-        last = (values[-1] - values[-2]) / (sizes[-1] - sizes[-2])
-        fitted = {"exponent": float(np.polyfit(sizes, values, 1)[0]), "last": float(last), "theory": theory}
-        rows.append({"work": work, "variable": variable} | fitted)
+        exponent = last = np.nan
+        if len(found) > 1:
+            exponent = float(np.polyfit(sizes, values, 1)[0])
+            last = float((values[-1] - values[-2]) / (sizes[-1] - sizes[-2]))
+        rows.append({"work": work, "variable": variable, "exponent": exponent, "last": last, "theory": theory})
     return pd.DataFrame(rows)
 
 
@@ -45,8 +50,11 @@ def report(table: pd.DataFrame) -> str:
     """The table and the fitted exponents as text."""
     shown = table[["group", "case", "way", "tokens", "value", "unit", "sampled", "ratio", "error"]]
     shown = shown.assign(tokens=shown["tokens"].astype("Int64").astype(str).replace("<NA>", ""))
-    fitted = exponents(table).to_string(index=False, float_format="{:.2f}".format)
-    return f"{shown.to_string(index=False, float_format='{:.3g}'.format, na_rep='')}\n\ngrowth\n{fitted}"
+    fitted = exponents(table).to_string(index=False, float_format="{:.2f}".format, na_rep="")
+    text = f"{shown.to_string(index=False, float_format='{:.3g}'.format, na_rep='')}\n\ngrowth\n{fitted}"
+    zero = table[(table["group"] == "growth") & (table["value"] == 0)]
+    left_out = ", ".join(f"{case} at {size}" for case, size in zip(zero["case"], zero["way"], strict=True))
+    return text + (f"\ntoo small to be measured, and left out of the powers: {left_out}" if left_out else "")
 
 
 def write_partial(table: pd.DataFrame, folder: Path) -> None:
@@ -64,7 +72,8 @@ def write(table: pd.DataFrame, folder: Path, machine: dict[str, object]) -> None
 def markdown(table: pd.DataFrame) -> str:
     """The README's account of a benchmark: what cwlib took, and how many times as much other ways took.
 
-    An asterisk marks what was extrapolated from a part of the work. Of captures those of the largest model.
+    An asterisk marks what was extrapolated from a part of the work, a dash ratios to what was too small to be measured.
+    Of captures those of the largest model.
     """
 
     def star(row: pd.Series) -> str:
@@ -77,7 +86,7 @@ def markdown(table: pd.DataFrame) -> str:
     for (group, case, _), rows in shown.groupby(["group", "case", "tokens"], sort=False, dropna=False):
         own = rows[rows["way"] == "cwlib"].iloc[0]
         others = [
-            f"{row['way']} {_digits(row['value'] / own['value'])}{star(row)}"
+            f"{row['way']} {_digits(row['value'] / own['value']) if own['value'] else '–'}{star(row)}"
             for _, row in rows[rows["way"] != "cwlib"].iterrows()
         ]
         tokens = "" if np.isnan(own["tokens"]) else f", {own['tokens']:.0f} tokens"

@@ -36,7 +36,7 @@ class EdgeWalk:
     maps : Float[Tensor, "edge d_model d_model"]
         :math:`\Omega_{ij} : F_j \to F_i`.
 
-    Tensors must not change afterwards: build a new walk instead.
+    Tensors must not change afterwards: build a new walk instead. They are kept, and computed with, where the maps are.
 
     Raises
     ------
@@ -57,7 +57,7 @@ class EdgeWalk:
         require_finite("weight", self.weight, 1, "edge")
         require_finite("maps", self.maps, 3, "edge, d_model, d_model")
         for name in ("weight", "maps"):  # a frozen dataclass: set past its guard, once
-            object.__setattr__(self, name, getattr(self, name).detach().to(torch.float64))
+            object.__setattr__(self, name, getattr(self, name).detach().to(self.maps.device, torch.float64))
         for name in ("dst", "src"):
             index = getattr(self, name)
             if not isinstance(index, Tensor) or index.ndim != 1 or index.dtype not in INTEGERS:
@@ -67,7 +67,7 @@ class EdgeWalk:
                     else type(index).__name__
                 )
                 raise ValueError(f"{name}: expected a tensor of integers of shape (edge), got {got}")
-            object.__setattr__(self, name, index.to(torch.int64))
+            object.__setattr__(self, name, index.to(self.maps.device, torch.int64))
         edges = len(self.weight)
         if self.maps.shape != (edges, self.d_model, self.d_model) or not len(self.dst) == len(self.src) == edges:
             raise ValueError(
@@ -130,7 +130,7 @@ class EdgeWalk:
 
     def _spread(self, values: Float[Tensor, " edge"]) -> Walk:
         """Numbers per edge as a matrix, zero elsewhere."""
-        matrix = torch.zeros(self.tokens, self.tokens, dtype=torch.float64)
+        matrix = self.maps.new_zeros(self.tokens, self.tokens)
         matrix[self.dst, self.src] = values.to(torch.float64)
         return matrix
 
@@ -153,21 +153,21 @@ class EdgeWalk:
         if tuple(field.shape) != (self.tokens, self.d_model):
             raise ValueError(f"field: expected shape ({self.tokens}, {self.d_model}), got {tuple(field.shape)}")
         messages = self.weight[:, None] * torch.einsum("eab,eb->ea", self.maps, field.to(torch.float64)[self.src])
-        return torch.zeros(self.tokens, self.d_model, dtype=torch.float64).index_add(0, self.dst, messages)
+        return messages.new_zeros(self.tokens, self.d_model).index_add(0, self.dst, messages)
 
     def sparse(self) -> csr_matrix:
         """K as a scipy sparse matrix of shape (tokens d_model, tokens d_model)."""
         d = self.d_model
         fibre = torch.arange(d)
-        rows = (self.dst * d)[:, None, None] + fibre[:, None]
-        columns = (self.src * d)[:, None, None] + fibre
+        rows = (self.dst.cpu() * d)[:, None, None] + fibre[:, None]
+        columns = (self.src.cpu() * d)[:, None, None] + fibre
         rows, columns = (t.expand(-1, d, d).flatten().numpy() for t in (rows, columns))
-        entries = (self.weight[:, None, None] * self.maps).flatten().numpy()
+        entries = (self.weight[:, None, None] * self.maps).flatten().cpu().numpy()
         return csr_matrix((entries, (rows, columns)), shape=(self.tokens * d,) * 2)
 
     def to_dense(self) -> Float[Tensor, "dst_fibre src_fibre"]:
         """K as a dense matrix of shape (tokens d_model, tokens d_model)."""
-        return torch.from_numpy(self.sparse().toarray())
+        return torch.from_numpy(self.sparse().toarray()).to(self.maps.device)
 
     def change_frames(self, frames: Frames) -> "EdgeWalk":
         r"""The same walk after :math:`x_i \to g_i x_i`: transports become :math:`g_i\Omega_{ij}g_j^{-1}`."""
@@ -209,8 +209,8 @@ class ExplicitBlocks:
     def _returns(self) -> Tensor:
         """There and back, Omega_ij Omega_ji; zero without a way back."""
         walk = self.walk
-        position = torch.full((walk.tokens, walk.tokens), -1)
-        position[walk.dst, walk.src] = torch.arange(len(walk.weight))
+        position = walk.dst.new_full((walk.tokens, walk.tokens), -1)
+        position[walk.dst, walk.src] = torch.arange(len(walk.weight), device=walk.dst.device)
         back = position[walk.src, walk.dst]
         return torch.where((back >= 0)[:, None, None], walk.maps @ walk.maps[back], 0.0)
 
@@ -229,7 +229,7 @@ class ExplicitBlocks:
     def _gather(self, flow: Walk, per_edge: Tensor) -> Tensor:
         walk = self.walk
         scaled = torch.einsum("e,e...->e...", flow[walk.dst, walk.src], per_edge)
-        return torch.zeros(walk.tokens, *per_edge.shape[1:], dtype=torch.float64).index_add(0, walk.src, scaled)
+        return scaled.new_zeros(walk.tokens, *scaled.shape[1:]).index_add(0, walk.src, scaled)
 
     def incoming(self, flow: Walk) -> tuple[PerToken, PerToken]:
         metrics = self._gather(flow, self.walk.maps.transpose(1, 2) @ self.walk.maps)

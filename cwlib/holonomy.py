@@ -6,6 +6,7 @@ Dense in d_model, for small walks and single cycles; the average over many trian
 
 import operator
 from collections.abc import Sequence
+from functools import reduce
 
 import torch
 from jaxtyping import Float
@@ -32,8 +33,13 @@ def _require_tokens(walk: AnyWalk, name: str, tokens: Sequence[int]) -> list[int
     return indices
 
 
-def _one_way(walk: AnyWalk, dst: int, src: int) -> Map:
-    support = walk.support
+def _along(walk: AnyWalk, cycle: Sequence[int]) -> list[Map]:
+    """Transports of a closed walk's steps."""
+    cycle, support = _require_tokens(walk, "cycle", cycle), walk.support
+    return [_one_way(walk, support, dst, src) for dst, src in zip(cycle, [*cycle[1:], cycle[0]], strict=True)]
+
+
+def _one_way(walk: AnyWalk, support: Tensor, dst: int, src: int) -> Map:
     if support[dst, src]:
         return walk.transport(dst, src)
     if support[src, dst]:
@@ -58,11 +64,7 @@ def holonomy(walk: AnyWalk, cycle: Sequence[int]) -> Map:
     ValueError
         If the cycle is empty, or two of its neighbours are not joined by an edge.
     """
-    cycle = _require_tokens(walk, "cycle", cycle)
-    product = torch.eye(walk.d_model, dtype=torch.float64)
-    for dst, src in zip(cycle, [*cycle[1:], cycle[0]], strict=True):
-        product = product @ _one_way(walk, dst, src).cpu()
-    return product
+    return reduce(torch.matmul, _along(walk, cycle))
 
 
 def cycle_defect(walk: AnyWalk, cycle: Sequence[int]) -> float:
@@ -75,10 +77,8 @@ def cycle_defect(walk: AnyWalk, cycle: Sequence[int]) -> float:
     around = holonomy(walk, cycle)
     if not around.any():
         return float("nan")
-    cycle = _require_tokens(walk, "cycle", cycle)
     # Of each transport, not of their product: on a long cycle its singular values fall over many orders of magnitude.
-    maps = torch.stack([_one_way(walk, i, j).cpu() for i, j in zip(cycle, [*cycle[1:], cycle[0]], strict=True)])
-    rank = int(torch.linalg.matrix_rank(maps).min())
+    rank = int(torch.linalg.matrix_rank(torch.stack(_along(walk, cycle))).min())
     rows = torch.linalg.svd(around).Vh[:rank]
     overlap = (around * (rows.T @ rows)).sum().clamp_min(0)
     return float((1 - overlap**2 / (rank * (around**2).sum())).clamp_min(0).sqrt())

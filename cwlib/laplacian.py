@@ -95,7 +95,7 @@ def measure_and_flow(walk: AnyWalk, measure: Measure | None) -> tuple[Measure, F
         raise ValueError(f"walk: expected a ConnectionWalk or an EdgeWalk, got {type(walk).__name__}; {hint}")
     matrix = walk.effective_walk("mean")
     if measure is not None:
-        measure = require_measure(measure, walk.n_dst)
+        measure = require_measure(measure, walk.n_dst).to(matrix.device)
     elif walk in _CHOSEN:
         measure = _CHOSEN[walk]
     else:

@@ -185,6 +185,8 @@ def measure(
     """
     if gauge not in ("mean", "norm"):
         raise ValueError(f"gauge: expected 'mean' or 'norm', got {gauge!r} (sum is H times mean)")
+    if isinstance(metrics, str):
+        raise ValueError(f"metrics: expected a list of names, got the string {metrics!r}; write [{metrics!r}]")
     if isinstance(layer, HeadTransports):
         return _measure_weights(layer, metrics)
     bare = isinstance(layer, ConnectionWalk)
@@ -196,8 +198,6 @@ def measure(
     walk = layer if bare else layer.walk
     needs_model = {"depth_step", "spectral_step", "operator_cosine", "norm_cv", "angle_correlation", "t2_residual"}
     needs_model |= {"dirichlet_energy", "parallel_defect", "layer_cosines"}
-    if isinstance(metrics, str):
-        raise ValueError(f"metrics: expected a list of names, got the string {metrics!r}; write [{metrics!r}]")
     needs_square = {"spectral_step", "reversibility_defect", "spectral_gap", "holonomy_defect"}
     needs_square |= {"laplacian_defect", "metric_defect", "inverse_defect", "metric_balance_defect", "mass"}
     needs_square |= {"dirichlet_energy", "parallel_defect"}

@@ -90,7 +90,7 @@ def walk_operator(walk: AnyWalk, measure: Measure | None = None) -> LinearOperat
     """P of any walk as an operator in orthonormal coordinates of l2(pi); see `WalkOperator`."""
     if isinstance(walk, ConnectionWalk):
         return WalkOperator(walk, measure)
-    root = measure_and_flow(walk, measure)[0].sqrt().repeat_interleave(walk.d_model).numpy()
+    root = measure_and_flow(walk, measure)[0].sqrt().repeat_interleave(walk.d_model).cpu().numpy()
     return aslinearoperator(diags_array(root) @ walk.sparse() @ diags_array(1 / root))
 
 

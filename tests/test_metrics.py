@@ -604,6 +604,10 @@ BIPARTITE = random_walk(0, tokens=4, sources=6)
 WRONG: dict[str, tuple[Callable[[], object], list[str]]] = {
     "unknown name": (lambda: measure(SECOND, ["symetry"]), ["metrics", "'symetry'", "symmetry", "depth_step"]),
     "a string": (lambda: measure(SECOND, "symmetry"), ["metrics", "list of names", "'symmetry'", "['symmetry']"]),
+    "a string, of weights": (
+        lambda: measure(SECOND.walk.transports, "symmetry"),
+        ["metrics", "list of names", "'symmetry'", "['symmetry']"],
+    ),
     "unknown gauge": (lambda: measure(SECOND, gauge="max"), ["gauge", "'mean' or 'norm'", "'max'"]),
     "sum gauge": (lambda: measure(SECOND, gauge="sum"), ["gauge", "'mean' or 'norm'", "'sum'"]),
     "gap of a bipartite walk": (lambda: measure(BIPARTITE, ["spectral_gap"]), ["matrix", "same tokens", "(4, 6)"]),
