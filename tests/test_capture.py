@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 import torch
 from models import (
+    EVERY,
+    FULL,
     HEADS,
     IDS,
     OTHER_IDS,
     STACKS,
     TEXT_FAMILIES,
-    VARIANTS,
     example,
     raw_maps,
     reference,
@@ -82,7 +83,7 @@ def sdpa_checkpoint(family: str = "llama", **overrides: object) -> Checkpoint:
 
 
 @pytest.mark.claim("T2")
-@pytest.mark.parametrize(("family", "overrides"), VARIANTS, ids=variant_id)
+@pytest.mark.parametrize(("family", "overrides"), EVERY, ids=variant_id)
 def test_layers_agree_with_a_plain_run_and_the_state_dict(family: str, overrides: dict) -> None:
     checkpoint, given = tiny_checkpoint(family, seed=3, **overrides), example(family)
     expected = reference(checkpoint, family, given)
@@ -489,7 +490,7 @@ def test_a_checkpoint_is_freed_after_use() -> None:
 # --- the model is left as it was ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", STACKS)
+@pytest.mark.parametrize("family", FULL)
 def test_the_familys_own_attention_implementation_gives_the_same_walks_and_comes_back(family: str) -> None:
     eager = tiny_checkpoint(family)
     own = AutoModel.from_config(tiny_config(family, {})).eval()  # with the family's own choice, mostly sdpa
