@@ -10,7 +10,6 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
-import jaxtyping
 import numpy as np
 import pytest
 import torch
@@ -41,12 +40,6 @@ from cwlib.tiny import tiny_config
 FAMILIES = ("bert", "mpnet", "gpt2", "llama", "qwen2", "gemma3")  # enough for what does not depend on the family
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*layers are left out:UserWarning")
-
-
-@pytest.fixture
-def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Users run without the tests' type checks: the product's own errors must do."""
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 def hooks(model: nn.Module) -> int:
