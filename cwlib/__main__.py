@@ -61,7 +61,7 @@ def study(
             # The committed tables are those of the profile wheels on the built-in corpus; anything else goes elsewhere.
             committed = profile == "wheels" and not checkpoint and texts is None
             folder = style.figures_dir() / "data" if committed else Path("build") / "study"
-        passages = None if texts is None else corpus.read_passages(texts)
+        passages = None if texts is None else corpus.read_passages(texts, "texts")
         table = module.run(checkpoint or profile, folder, passages, fresh, device, workers=workers, scheduler=scheduler)
         print(f"{len(table)} rows of {table['checkpoint'].nunique()} checkpoints in {folder}")
 
@@ -110,14 +110,13 @@ def measure(
                     raise ValueError(f"{option}: expected a file in a folder that can be written to, got {path}")
         if text.is_dir():
             raise ValueError(f"text: expected one file, got the folder {text}; `study --texts` takes folders")
-        [passage] = corpus.read_passages(text)
+        [passage] = corpus.read_passages(text, "text")
         checkpoint = open_checkpoint(source, device=device, dtype=dtype, offload=offload)
         table = single.collect(
             single.measured_layers(checkpoint, passage.text, metric and list(dict.fromkeys(metric))), out
         )
-        trained = table[(table["source"] == "trained") & (table["gauge"] != "norm")]
         print(f"{checkpoint.name}, trained, mean gauge; cwlib.METRICS[name].description says what each line is")
-        print(trained.pivot(index="layer", columns="metric", values="value").T.to_string(float_format="{:.4g}".format))
+        print(single.report(table))
         print(f"{len(table)} rows in {out}: these, and the norm gauge, and the same layers with Gaussian maps")
         if figure is not None:
             single.draw(table, figure)

@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from cwlib.checks import TOLERANCE
 from cwlib.cores import HeadTransports
-from cwlib.families import LINEAR, Family, family_of, skipped_layers, supported_types
+from cwlib.families import LINEAR, NOT_LINEAR, Family, family_of, skipped_layers, supported_types
 from cwlib.kernels import row_sums
 
 
@@ -117,9 +117,13 @@ def _require_linear(module: nn.Module, path: str) -> None:
             f"model: expected {path} to be a plain linear layer, got {type(module).__name__}; merge adapters "
             "(merge_and_unload) or load the model unquantised first"
         )
-    if module.weight.dtype not in TOLERANCE:
+    _require_floats(module.weight, path)
+
+
+def _require_floats(weight: Tensor, path: str) -> None:
+    if weight.dtype not in TOLERANCE:
         raise ValueError(
-            f"model: expected floating-point weights in {path}, got {module.weight.dtype}; load the model dequantised"
+            f"model: expected floating-point weights in {path}, got {weight.dtype}; load the model dequantised"
         )
 
 
@@ -128,6 +132,7 @@ def _linear(module: nn.Module, path: str, stored: Mapping[str, Tensor] | None) -
     if stored is not None:
         weight = stored[f"{path}.weight"]
         bias = None if module.bias is None else stored[f"{path}.bias"]
+        _require_floats(weight, path)
         for name, mine, own in (("weight", weight, module.weight), ("bias", bias, module.bias)):
             if own is not None and mine.shape != own.shape:
                 raise ValueError(
@@ -158,8 +163,14 @@ def _find_layer(
     for projection in (value, output):
         _require_linear(*projection)
     config = getattr(module, "config", None) or model.config.get_text_config()
+    for name, reason in NOT_LINEAR.items():
+        setting = getattr(config, name, None)
+        if setting is not None and setting is not False:
+            raise ValueError(f"model: expected {path} without {name}, got {setting}: {reason}")
     heads = _known(("num_attention_heads", "num_heads", "n_heads"), module, config)
-    kv_heads = _known(("num_key_value_heads", "num_kv_heads"), module, config) or heads
+    # the module alone says how many value heads it has: Whisper's configuration gives its encoder's heads for that
+    kv_heads = _known(("num_key_value_heads", "num_kv_heads", "kv_heads"), module)
+    kv_heads = kv_heads or heads // getattr(module, "num_key_value_groups", 1)
     (value_rows, value_columns), (d_model, width) = _shape(value[0]), _shape(output[0])
     d_head = width // heads
     stacked = kv_heads

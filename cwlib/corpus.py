@@ -48,13 +48,15 @@ def passages() -> tuple[Passage, ...]:
     return tuple(sorted(found, key=attrgetter("name")))
 
 
-def read_passages(path: str | Path) -> tuple[Passage, ...]:
+def read_passages(path: str | Path, name: str = "path") -> tuple[Passage, ...]:
     """Return the user's own texts, unchanged: a file is one passage, a folder one per .txt or .md file in it.
 
     Parameters
     ----------
     path : str or Path
         A file of any suffix, or a folder (subfolders are not searched); sorted by file name.
+    name : str
+        What errors call it.
 
     Raises
     ------
@@ -67,13 +69,13 @@ def read_passages(path: str | Path) -> tuple[Passage, ...]:
         files = [file for file in path.iterdir() if file.is_file() and file.suffix.lower() in SUFFIXES]
         if not files:
             raise ValueError(
-                f"path: expected a folder with {' or '.join(SUFFIXES)} files, but {path} holds none; "
+                f"{name}: expected a folder with {' or '.join(SUFFIXES)} files, but {path} holds none; "
                 "add one, or give the path of a single file."
             )
-        return tuple(map(_users, sorted(files, key=attrgetter("name"))))
+        return tuple(_users(file, name) for file in sorted(files, key=attrgetter("name")))
     if not path.exists():
-        raise ValueError(f"path: expected a file or a folder, but {path} does not exist; check the spelling.")
-    return (_users(path),)
+        raise ValueError(f"{name}: expected a file or a folder, but {path} does not exist; check the spelling.")
+    return (_users(path, name),)
 
 
 def _built_in(file: Traversable) -> Passage:
@@ -81,12 +83,12 @@ def _built_in(file: Traversable) -> Passage:
     return Passage(file.name.removesuffix(".txt"), header.removeprefix("# "), text.removesuffix("\n"))
 
 
-def _users(path: Path) -> Passage:
+def _users(path: Path, name: str) -> Passage:
     try:
         # Bytes, since text mode would rewrite line ends; "utf-8-sig", since a byte-order mark is not text.
         text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"path: expected UTF-8, but {path} is not: {error}; save it as UTF-8.") from error
+        raise ValueError(f"{name}: expected UTF-8, but {path} is not: {error}; save it as UTF-8.") from error
     if not text.strip():
-        raise ValueError(f"path: expected a text, but {path} is empty; put text in it or remove it.")
+        raise ValueError(f"{name}: expected a text, but {path} is empty; put text in it or remove it.")
     return Passage(path.name, path.name, text)

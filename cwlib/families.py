@@ -79,7 +79,38 @@ FAMILIES: tuple[Family, ...] = (
     Family("t5", "T5Attention", "v", "o"),
     Family("bart", "BartAttention", "v_proj", "out_proj"),
     Family("whisper", "WhisperAttention", "v_proj", "out_proj"),
+    # their relatives, whose attention is laid out alike
+    Family(
+        "camembert data2vec-text ernie esm megatron-bert rembert roberta-prelayernorm roformer xlm-roberta-xl big_bird",
+        "CamembertSelfAttention CamembertCrossAttention Data2VecTextSelfAttention Data2VecTextCrossAttention "
+        "ErnieSelfAttention ErnieCrossAttention EsmSelfAttention MegatronBertSelfAttention RemBertSelfAttention "
+        "RobertaPreLayerNormSelfAttention RobertaPreLayerNormCrossAttention RoFormerSelfAttention "
+        "XLMRobertaXLSelfAttention XLMRobertaXLCrossAttention BigBirdSelfAttention",
+        *("value", "../output/dense"),
+    ),
+    Family(
+        "nomic_bert eurobert gte jina_embeddings_v3 deit dinov2 dinov2_with_registers dinov3_vit gemma cohere cohere2 "
+        "olmo olmo3 olmoe starcoder2 smollm3 glm glm4 granitemoe phimoe nemotron exaone4 ernie4_5 seed_oss apertus "
+        "ministral3 llama4_text t5gemma",
+        "NomicBertAttention EuroBertAttention GteAttention JinaEmbeddingsV3Attention DeiTAttention Dinov2Attention "
+        "Dinov2WithRegistersAttention DINOv3ViTAttention GemmaAttention CohereAttention Cohere2Attention OlmoAttention "
+        "Olmo3Attention OlmoeAttention Starcoder2Attention SmolLM3Attention GlmAttention Glm4Attention "
+        "GraniteMoeAttention PhimoeAttention NemotronAttention Exaone4Attention Ernie4_5Attention SeedOssAttention "
+        "ApertusAttention Ministral3Attention Llama4TextAttention T5GemmaSelfAttention T5GemmaCrossAttention",
+        *("v_proj", "o_proj"),
+    ),
+    Family(
+        "biogpt wav2vec2 hubert mbart pegasus marian m2m_100 blenderbot blenderbot-small plbart",
+        "BioGptAttention Wav2Vec2Attention HubertAttention MBartAttention PegasusAttention MarianAttention "
+        "M2M100Attention BlenderbotAttention BlenderbotSmallAttention PLBartAttention",
+        *("v_proj", "out_proj"),
+    ),
+    Family("mt5 umt5 switch_transformers", "MT5Attention UMT5Attention SwitchTransformersAttention", "v", "o"),
+    Family("gpt_bigcode", "GPTBigCodeAttention", "c_attn", "c_proj", "grouped"),
+    Family("persimmon", "PersimmonAttention", "query_key_value", "dense", "grouped"),
+    Family("modernbert-decoder", "ModernBertDecoderAttention", "v_proj", "Wo"),
     # attention layers of hybrids
+    Family("lfm2", "Lfm2Attention", "v_proj", "out_proj"),
     Family("jamba", "JambaAttention", "v_proj", "o_proj"),
     Family("bamba", "BambaAttention", "v_proj", "o_proj"),
     Family("granitemoehybrid", "GraniteMoeHybridAttention", "v_proj", "o_proj"),
@@ -87,6 +118,12 @@ FAMILIES: tuple[Family, ...] = (
 
 #: linear layers with a forward of their own that is the plain linear map all the same
 LINEAR = {"FalconLinear"}
+
+#: settings that some members of a family have, and why their attention is then no walk of constant maps
+NOT_LINEAR: dict[str, str] = {
+    "clip_qkv": "values are clipped after their projection, so that no linear map takes tokens to values",
+    "rotary_value": "values are rotated by their position, so that one head's maps differ from edge to edge",
+}
 
 _STATE_SPACE = "a state-space layer: its weights between tokens are no softmax, and differ from channel to channel"
 _LINEAR_ATTENTION = "linear attention: its weights between tokens are signed and no softmax"

@@ -17,13 +17,18 @@ from cwlib.architectures import attention_layers
 from cwlib.capture import LayerWalk, layers
 from cwlib.checkpoints import Checkpoint
 from cwlib.cores import HeadTransports
+from cwlib.metric import Layer
 from cwlib.metrics import METRICS, RARELY
+from cwlib.metrics_graph import SINK_FROM
 from cwlib.nulls import null_layers
 from cwlib.style import write_atomically
 
-COLUMNS = ["checkpoint", "kind", "source", "layer", "depth", "metric", "gauge", "value"]
+COLUMNS = ["checkpoint", "kind", "source", "layer", "depth", "metric", "gauge", "value", "note"]
 #: what the figure shows, if it was measured and is defined
 SHOWN = ("depth_step", "schmidt_participation", "head_isometry", "edge_isometry", "laplacian_defect", "sink_mass")
+
+_STEPS = ("depth_step", "operator_cosine", "spectral_step")
+_LEAST_TOKENS = {"sink_mass": SINK_FROM + 1, "angle_correlation": 3, "holonomy_defect": 3, "spectral_gap": 2}
 
 
 def measured_layers(
@@ -45,7 +50,7 @@ def measured_layers(
     pd.DataFrame
         The rows of one layer: ``source`` is "trained", or "gaussian" for the same attention with Gaussian O_h, V_h;
         ``gauge`` is "mean" or "norm" where the token walk matters; ``depth`` is 0 at the first layer and 1 at the last.
-        Undefined values are left out.
+        Where a value is undefined it is NaN, and ``note`` says why.
 
     Raises
     ------
@@ -84,9 +89,36 @@ def _rows(
                     gauges = ["mean", "norm"] if METRICS[name].about == "graph" else [""]
                 for gauge in gauges:
                     value = float(METRICS[name].compute(layer, gauge or "mean"))
-                    rows.append((source, index, index / last, name, gauge, value))
+                    note = "" if np.isfinite(value) else _why(name, layer, gauge)
+                    rows.append((source, index, index / last, name, gauge, value, note))
         table = pd.DataFrame(rows, columns=COLUMNS[2:]).assign(checkpoint=checkpoint.name, kind=checkpoint.kind)
-        yield table[np.isfinite(table["value"])][COLUMNS]
+        yield table[COLUMNS]
+
+
+def _why(name: str, layer: Layer, gauge: str) -> str:
+    """Why a metric is undefined on a layer."""
+    if name in _STEPS and layer.previous is None:
+        return "there is no layer before"
+    if layer.walk.n_src < _LEAST_TOKENS.get(name, 0):
+        return f"it takes {_LEAST_TOKENS[name]} tokens or more"
+    if gauge == "mean" and layer.walk.absorption is not None:
+        return "learned sinks take a part of the attention, so that the rows of W do not sum to one"
+    if name == "inverse_defect" and layer.walk.is_causal:
+        return "under causal attention nothing flows back"
+    return "what it is divided by vanishes"
+
+
+def report(table: pd.DataFrame) -> str:
+    """The trained values in the mean gauge as text: a line per metric with its range, and why some are undefined."""
+    trained = table[(table["source"] == "trained") & (table["gauge"] != "norm")]
+    wide = trained.pivot(index="layer", columns="metric", values="value").T
+    wide.insert(0, "range", [METRICS[name].range for name in wide.index])
+    lines = [wide.to_string(float_format="{:.4g}".format)]
+    for (name, note), rows in trained[trained["note"] != ""].groupby(["metric", "note"], sort=False):
+        numbers = [str(layer) for layer in rows["layer"]]
+        where = f"layer {', '.join(numbers)}" if len(numbers) < trained["layer"].nunique() else "any layer"
+        lines.append(f"{name} is not defined at {where}: {note}")
+    return "\n".join(lines)
 
 
 def collect(tables: Iterator[pd.DataFrame], out: Path) -> pd.DataFrame:
@@ -106,6 +138,7 @@ def collect(tables: Iterator[pd.DataFrame], out: Path) -> pd.DataFrame:
 
 def draw(table: pd.DataFrame, path: Path) -> None:
     """Draw the metrics of `SHOWN` over depth, or else all that the table has, trained beside Gaussian."""
+    table = table[np.isfinite(table["value"])]
     there = [name for name in table["metric"].unique() if (table["metric"] == name).any()]
     names = [name for name in SHOWN if name in there] or there
     with plt.rc_context(style.rc("text")):

@@ -40,6 +40,22 @@ _TWO_STACKS = {
     "decoder_ffn_dim": 96,
     "decoder_start_token_id": 1,
 }
+_HEADS = _GROUPED | {"head_dim": 16}
+_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
+_AUDIO = {
+    "conv_dim": [8, 8],
+    "conv_stride": [5, 2],
+    "conv_kernel": [10, 3],
+    "num_feat_extract_layers": 2,
+    "num_conv_pos_embeddings": 4,
+    "num_conv_pos_embedding_groups": 2,
+}
+
+
+def _alike(names: str, fields: dict[str, Any]) -> dict[str, tuple[str, dict[str, Any]]]:
+    return {name: (name, fields) for name in names.split()}
+
+
 # name -> model_type and fields, so that what is particular to a family is there: windows, biases, caps, fused maps
 TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("bert", _WIDE),
@@ -134,6 +150,27 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         "granitemoehybrid",
         _HYBRID | {"shared_intermediate_size": 96, "layer_types": ["mamba", "attention", "mamba"]},
     ),
+    # relatives, laid out as one of the above
+    **_alike("camembert data2vec-text roberta-prelayernorm xlm-roberta-xl", _WIDE | _POSITIONS),
+    **_alike("ernie megatron-bert nomic_bert gte jina_embeddings_v3 persimmon biogpt", _WIDE),
+    **_alike("rembert", _WIDE | {"input_embedding_size": 24, "output_embedding_size": 24}),
+    **_alike("roformer", _WIDE | {"embedding_size": 24}),
+    **_alike("esm", _WIDE | {"position_embedding_type": "rotary", "mask_token_id": 3}),
+    **_alike("big_bird", _WIDE | {"attention_type": "original_full"}),
+    **_alike("eurobert gemma cohere olmo smollm3 glm glm4 nemotron ernie4_5 seed_oss apertus ministral3", _HEADS),
+    **_alike("cohere2 olmo3 exaone4", _HEADS | {"sliding_window": 8, "layer_types": _TYPES}),
+    **_alike("starcoder2", _GROUPED | {"sliding_window": 8}),
+    **_alike("olmoe granitemoe phimoe", _EXPERTS | {"num_local_experts": 4}),
+    **_alike("llama4_text", _HEADS | {"num_local_experts": 4, "intermediate_size_mlp": 96}),
+    **_alike("gpt_bigcode", {"n_inner": 96}),
+    **_alike("modernbert-decoder", _WIDE | {"local_attention": 16, "layer_types": _TYPES}),
+    **_alike("lfm2", _GROUPED | {"layer_types": ["conv", "full_attention", "conv"]}),
+    **_alike("deit dinov2 dinov3_vit", _WIDE | _IMAGE),
+    **_alike("dinov2_with_registers", _WIDE | _IMAGE | {"num_register_tokens": 3}),
+    **_alike("wav2vec2 hubert", _WIDE | _AUDIO),
+    **_alike("mbart pegasus marian m2m_100 blenderbot blenderbot-small plbart", _TWO_STACKS),
+    **_alike("mt5 umt5 switch_transformers", {"num_hidden_layers": 2, "num_decoder_layers": 3, "d_kv": 16, "d_ff": 96}),
+    **_alike("t5gemma", {"encoder": _SHARED | _HEADS | {"num_hidden_layers": 2}, "decoder": _SHARED | _HEADS}),
 }
 
 

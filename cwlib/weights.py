@@ -10,6 +10,9 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from cwlib.architectures import attention_layers
 from cwlib.catalogue import CheckpointError
@@ -44,23 +47,29 @@ class StoredWeights(Mapping[str, Tensor]):
     ----------
     files : sequence of Path
         All files of the checkpoint.
-    prefix : str
-        What a model with a head on top puts before the base model's names.
+    model : PreTrainedModel
+        Laid out without weights. Names in files may differ from its own, by what a model with a head on top puts before
+        them or as in older releases (ViT): transformers' rules for loading tell which is which.
     """
 
-    def __init__(self, files: tuple[Path, ...], prefix: str) -> None:
+    def __init__(self, files: tuple[Path, ...], model: PreTrainedModel) -> None:
         self._files: dict[str, tuple[Path, str]] = {}
+        rules, own = get_model_conversion_mapping(model), model.state_dict()
+        renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+        converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
         for path in files:
             with safe_open(path, framework="pt") as tensors:
                 for key in tensors.keys():  # noqa: SIM118 - not a mapping
-                    self._files[key.removeprefix(f"{prefix}.")] = path, key
+                    name, rearranged = rename_source_key(key, renamings, converters, model.base_model_prefix, own)
+                    if rearranged is None:
+                        self._files[name] = path, key
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._files:
             folder = next(iter(self._files.values()))[0].parent
             raise CheckpointError(
                 f"the weights in {folder} lack {name}: check that config.json and the weights belong together; where "
-                "transformers renames weights on loading (ViT), cwlib.open_checkpoint finds them"
+                "transformers rearranges weights while it loads (GTE), cwlib.open_checkpoint finds them"
             )
         path, key = self._files[name]
         try:
@@ -96,7 +105,7 @@ def weight_layers(source: str | os.PathLike) -> Iterator[WeightLayer]:
     Raises
     ------
     ValueError
-        If the model is of an unsupported type, or the weights are not in safetensors files.
+        If the model is of an unsupported type, its attention is quantised, or the weights are not in safetensors files.
     CheckpointError
         If the checkpoint cannot be had, is damaged, or lacks a map.
     """
@@ -106,10 +115,17 @@ def weight_layers(source: str | os.PathLike) -> Iterator[WeightLayer]:
             f"source: expected safetensors files, got {found.weights[0]}; cwlib.open_checkpoint reads this kind"
         )
     model = empty_model(found.folder)
-    stored = StoredWeights(found.weights, model.base_model_prefix)
+    stored = StoredWeights(found.weights, model)
     layers = attention_layers(model, stored)
     paths = {layer.path for layer in layers}
     like = re.compile("|".join({re.sub(r"\d+", r"\\d+", re.escape(path)) for path in paths}))
+    own = model.state_dict().keys()
+    foreign = [name for name in stored if like.match(name) and name not in own]
+    if foreign and getattr(model.config, "quantization_config", None):  # it may be the experts alone that are quantised
+        raise ValueError(
+            f"source: expected plain weights, got quantised attention (first: {foreign[0]}); take the checkpoint "
+            "that was quantised, or a .gguf file of it"
+        )
     beyond = {hit[0] for name in stored if (hit := like.match(name)) and hit[0] not in paths}
     if beyond:
         raise CheckpointError(

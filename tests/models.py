@@ -125,12 +125,42 @@ STACKS["bart"] = STACKS["whisper"] = (
     Stack("decoder.layers.{}.self_attn", *CLIP[1:], causal, attentions="decoder_attentions"),
     Stack("decoder.layers.{}.encoder_attn", *CLIP[1:], full, attentions="cross_attentions", kind="cross"),
 )
-HYBRIDS = {"jamba": 1, "bamba": 1, "granitemoehybrid": 1}  # the layer that has attention
-TEXT_FAMILIES = tuple(f for f in STACKS if f not in ("vit", "clip-vision", "clip", "t5", "bart", "whisper"))
+HYBRIDS = {"jamba": 1, "bamba": 1, "granitemoehybrid": 1, "lfm2": 1}  # the layer that has attention
+FULL = tuple(STACKS)  # what every test looks at; relatives, whose modules are alike, are in a few
+TEXT_FAMILIES = tuple(f for f in FULL if f not in ("vit", "clip-vision", "clip", "t5", "bart", "whisper"))
+
+RELATIVES: dict[str, tuple[Stack, ...]] = {
+    **dict.fromkeys(("camembert", "data2vec-text", "roberta-prelayernorm", "xlm-roberta-xl"), (Stack(*BERT),)),
+    **dict.fromkeys(("ernie", "esm", "megatron-bert", "rembert", "roformer", "big_bird"), (Stack(*BERT),)),
+    **dict.fromkeys(("nomic_bert", "eurobert", "gte", "jina_embeddings_v3"), (Stack(*LLAMA, full),)),
+    **dict.fromkeys(("gemma", "cohere", "olmo", "olmoe", "smollm3", "glm", "glm4", "granitemoe"), STACKS["llama"]),
+    **dict.fromkeys(("phimoe", "nemotron", "ernie4_5", "seed_oss", "apertus", "ministral3"), STACKS["llama"]),
+    **dict.fromkeys(("cohere2", "olmo3", "exaone4"), STACKS["gemma2"]),
+    "llama4_text": STACKS["llama"],
+    "starcoder2": STACKS["mistral"],
+    "biogpt": (Stack("layers.{}.self_attn", *CLIP[1:], causal),),
+    "gpt_bigcode": (Stack("h.{}.attn", "~.c_attn", "~.c_proj", causal, layout="tail"),),
+    "persimmon": (Stack("layers.{}.self_attn", *GROUPED, layout="interleaved"),),
+    "modernbert-decoder": (Stack("layers.{}.attn", "~.v_proj", "~.Wo", window(0, 2)),),
+    "lfm2": (Stack("layers.{}.self_attn", "~.v_proj", "~.out_proj", causal, layers=1),),
+    "deit": STACKS["vit"],
+    **dict.fromkeys(("dinov2", "dinov2_with_registers"), (Stack("encoder.layer.{}.attention", *LLAMA[1:], full),)),
+    "dinov3_vit": (Stack("model.layer.{}.attention", *LLAMA[1:], full),),
+    **dict.fromkeys(("wav2vec2", "hubert"), (Stack("encoder.layers.{}.attention", *CLIP[1:], full),)),
+    **dict.fromkeys(("mbart", "pegasus", "marian", "m2m_100"), STACKS["bart"]),
+    **dict.fromkeys(("blenderbot", "blenderbot-small", "plbart"), STACKS["bart"]),
+    **dict.fromkeys(("mt5", "umt5", "switch_transformers"), STACKS["t5"]),
+    "t5gemma": (
+        Stack("encoder.layers.{}.self_attn", *LLAMA[1:], full, 2, attentions="encoder_attentions"),
+        Stack("decoder.layers.{}.self_attn", *LLAMA[1:], causal, attentions="decoder_attentions"),
+        Stack("decoder.layers.{}.cross_attn", *LLAMA[1:], full, attentions="cross_attentions", kind="cross"),
+    ),
+}
+STACKS |= RELATIVES
 
 # every way in which heads, widths, biases and norms can be laid out
 VARIANTS: tuple[tuple[str, dict], ...] = (
-    *((family, {}) for family in STACKS),
+    *((family, {}) for family in FULL),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True}),
     ("llama", {"attention_bias": True}),
     ("llama", {"num_key_value_heads": 4, "head_dim": 20}),
@@ -147,6 +177,7 @@ VARIANTS: tuple[tuple[str, dict], ...] = (
     ("deberta-v2", {"relative_attention": False}),
     ("bert", {"is_decoder": True}),
 )
+EVERY = (*VARIANTS, *((family, {}) for family in RELATIVES))
 
 
 def variant_id(value: object) -> str | None:
@@ -158,19 +189,16 @@ def variant_id(value: object) -> str | None:
 def example(family: str) -> list[int] | dict[str, object]:
     """One input of the family: token ids, or a mapping where it takes something else."""
     draw = torch.Generator().manual_seed(0)
-    image = torch.randn(1, 3, 16, 16, generator=draw)
-    two = {"input_ids": IDS, "decoder_input_ids": OTHER_IDS}
-    return {
-        "vit": {"pixel_values": image},
-        "clip-vision": {"pixel_values": image},
+    image, sound = torch.randn(1, 3, 16, 16, generator=draw), torch.randn(1, 200, generator=draw)
+    mapped = {
+        "vit clip-vision deit dinov2 dinov2_with_registers dinov3_vit": {"pixel_values": image},
         "clip": {"pixel_values": image, "input_ids": IDS},
-        "t5": two,
-        "bart": two,
-        "whisper": {
-            "input_features": torch.randn(1, 8, 24, generator=draw),
-            "decoder_input_ids": OTHER_IDS,
-        },
-    }.get(family, IDS)
+        "wav2vec2 hubert": {"input_values": sound},
+        "whisper": {"input_features": sound[:, :192].view(1, 8, 24), "decoder_input_ids": OTHER_IDS},
+    }
+    if "cross" in {stack.kind for stack in STACKS[family]} and family != "whisper":
+        return {"input_ids": IDS, "decoder_input_ids": OTHER_IDS}
+    return next((given for families, given in mapped.items() if family in families.split()), IDS)
 
 
 def plain_inputs(given: list[int] | dict[str, object], dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -256,7 +284,7 @@ def bound(residuals: list[float]) -> str:
 
 def families_table() -> str:
     """The README's table of families: what attends to what, and the worst T2 residual of tiny random models."""
-    lines = ["| family | attends to | T2, float32 | T2, float64 |", "| --- | --- | --- | --- |"]
+    rows: dict[str, list[str]] = {}
     for family in STACKS:
         words: dict[str, None] = {}
         worst = []
@@ -266,5 +294,6 @@ def families_table() -> str:
                 words[mask_word(layer)] = None
                 residuals.append(layer.residual())
             worst.append(f"< {bound(residuals)}")
-        lines.append(" | ".join([f"| {family}", ", ".join(words), *worst]) + " |")
-    return "\n".join(lines)
+        rows.setdefault(" | ".join([", ".join(words), *worst]), []).append(family)
+    lines = ["| families | attend to | T2, float32 | T2, float64 |", "| --- | --- | --- | --- |"]
+    return "\n".join(lines + [f"| {', '.join(families)} | {found} |" for found, families in rows.items()])

@@ -1,12 +1,12 @@
 """Numbers per edge and per token (`cwlib.blocks`), factored and explicit, against loops over dense transports."""
 
-import jaxtyping
 import numpy as np
 import oracles
 import pytest
 import torch
 from oracles import KINDS, Array, Layer, agree
 
+from cwlib import kernels
 from cwlib.blocks import Blocks, FactoredBlocks
 from cwlib.cores import HeadTransports
 from cwlib.edges import EdgeWalk, ExplicitBlocks
@@ -185,13 +185,20 @@ def test_ranks_bound_the_ranks_of_transports() -> None:
             assert np.linalg.matrix_rank(omega) <= ranks[i, j]
 
 
-def test_chunks_of_edges_join(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forms of degree four run over 8192 edges at a time; 92 tokens have 8464."""
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-    walk = random_walk(0, heads=2, tokens=92, d_model=3, d_head=1)
+def test_pieces_of_rows_and_of_edges_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three rows of ten tokens at a time, and forms of degree four over about half of their edges at a time."""
+    walk = random_walk(0, heads=4, tokens=10, d_model=3, d_head=1)
+    whole = random_walk(0, heads=4, tokens=10, d_model=3, d_head=1).blocks
+    names = ("squares", "quartics", "pairings", "round_trips")
+    at_once = [getattr(whole, name) for name in names]
+    assert len(list(kernels.pieces(walk.attention))) == 1
+    monkeypatch.setattr(kernels, "WORKSPACE", 3 * 32 * 4 * 10)
+    assert len(list(kernels.pieces(walk.attention))) == 4
+    for name, expected in zip(names, at_once, strict=True):
+        agree(getattr(walk.blocks, name), expected)
     heads = np.einsum("hda,hae->hde", walk.output.numpy(), walk.value.numpy())
     weights = walk.attention.numpy() / walk.attention.numpy().sum(0)
-    omega = 2 * np.einsum("hij,hde->ijde", weights, heads)
+    omega = 4 * np.einsum("hij,hde->ijde", weights, heads)
     around = omega @ omega.transpose(1, 0, 2, 3)
     agree(walk.blocks.round_trips, (around**2).sum((2, 3)), atol=1e-9)
     agree(walk.blocks.quartics, ((omega.transpose(0, 1, 3, 2) @ omega) ** 2).sum((2, 3)), atol=1e-9)

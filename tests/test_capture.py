@@ -13,17 +13,17 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
-import jaxtyping
 import numpy as np
 import pytest
 import torch
 from models import (
+    EVERY,
+    FULL,
     HEADS,
     IDS,
     OTHER_IDS,
     STACKS,
     TEXT_FAMILIES,
-    VARIANTS,
     example,
     raw_maps,
     reference,
@@ -44,12 +44,6 @@ from cwlib.tiny import tiny_config
 FAMILIES = ("bert", "mpnet", "gpt2", "llama", "qwen2", "gemma3")  # enough for what does not depend on the family
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*layers are left out:UserWarning")
-
-
-@pytest.fixture
-def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Users run without the tests' type checks: the product's own errors must do."""
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 def hooks(model: nn.Module) -> int:
@@ -88,7 +82,7 @@ def sdpa_checkpoint(family: str = "llama", **overrides: object) -> Checkpoint:
 
 
 @pytest.mark.claim("T2")
-@pytest.mark.parametrize(("family", "overrides"), VARIANTS, ids=variant_id)
+@pytest.mark.parametrize(("family", "overrides"), EVERY, ids=variant_id)
 def test_layers_agree_with_a_plain_run_and_the_state_dict(family: str, overrides: dict) -> None:
     checkpoint, given = tiny_checkpoint(family, seed=3, **overrides), example(family)
     expected = reference(checkpoint, family, given)
@@ -495,7 +489,7 @@ def test_a_checkpoint_is_freed_after_use() -> None:
 # --- the model is left as it was ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", STACKS)
+@pytest.mark.parametrize("family", FULL)
 def test_the_familys_own_attention_implementation_gives_the_same_walks_and_comes_back(family: str) -> None:
     eager = tiny_checkpoint(family)
     own = AutoModel.from_config(tiny_config(family, {})).eval()  # with the family's own choice, mostly sdpa

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-import jaxtyping
 import numpy as np
 import oracles
 import pytest
@@ -16,12 +15,6 @@ from cwlib.walk import ConnectionWalk
 Edges = dict[tuple[int, int], tuple[float, Array]]  # (i, j) -> W_ij, Omega_ij
 
 SEEDS = range(4)
-
-
-@pytest.fixture
-def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Switch off the run-time type checks of conftest, which would speak before the code under test does."""
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 def some_edges(seed: int, tokens: int = 5, d_model: int = 3) -> Edges:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-import jaxtyping
 import numpy as np
 import oracles
 import pytest
@@ -25,12 +24,6 @@ from cwlib.synthetic import (
     random_walk,
 )
 from cwlib.walk import ConnectionWalk
-
-
-@pytest.fixture
-def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Switch off the run-time type checks of conftest, which would speak before the code under test does."""
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 def walk_of(layer: Layer) -> ConnectionWalk:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-import jaxtyping
 import numpy as np
 import oracles
 import pytest
@@ -42,12 +41,6 @@ Edges = dict[tuple[int, int], tuple[float, Array, int]]  # (i, j) -> W_ij, Omega
 SCALE_FREE = [laplacian_defect, detailed_balance_defect, metric_defect, metric_balance_defect, inverse_defect]
 LAYERS = ["full", "zeros", "grouped", "grouped zeros", "causal", "d_head above d_model", "one head", "one token"]
 MEASURES = ["chosen", "uniform", "degree", "random"]
-
-
-@pytest.fixture
-def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Switch off the run-time type checks of conftest, which would speak before the code under test does."""
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 # --- oracles: dense matrices, loops over edges, least squares --------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-import jaxtyping
 import numpy as np
 import oracles
 import pytest
@@ -398,10 +397,9 @@ WRONG: dict[str, tuple[Callable[[], object], tuple[str, ...]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_inputs_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # the run-time type checks of conftest would speak before the code under test does
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+def test_wrong_inputs_are_refused(name: str) -> None:
     attempt, words = WRONG[name]
     with pytest.raises(ValueError, match="expected") as caught:
         attempt()

@@ -5,7 +5,6 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import jaxtyping
 import numpy as np
 import oracles
 import pytest
@@ -27,15 +26,6 @@ SQUARE = [kind for kind, fixed in oracles.KINDS.items() if "n_dst" not in fixed]
 square_kinds = pytest.mark.parametrize("kind", SQUARE)
 SEEDS = range(3)
 F64 = torch.float64
-
-
-@pytest.fixture
-def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Switch off the run-time type checks of conftest.
-
-    Users do not have them: they refuse some inputs before cwlib's own messages do, and take several times as long.
-    """
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 def walk_of(layer: Layer) -> ConnectionWalk:

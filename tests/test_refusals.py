@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-import jaxtyping
 import numpy as np
 import pytest
 import torch
@@ -46,11 +45,6 @@ from cwlib.walk import ConnectionWalk
 
 F64 = torch.float64
 NILPOTENT = torch.tensor([[0.0, 1], [0, 0]], dtype=F64)
-
-
-@pytest.fixture
-def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 # --- edges -----------------------------------------------------------------------------------------------------------

@@ -193,7 +193,7 @@ def test_imports_point_upwards(name: str) -> None:
     [
         (
             "transformers",
-            {"loading", "fetch", "tiny", "checkpoints", "quantise", "architectures", "capture", "big"},
+            {"loading", "fetch", "tiny", "checkpoints", "quantise", "architectures", "weights", "capture", "big"},
         ),
         ("matplotlib", {"style", "plots", "plots_claims", "plots_theory", "plots_cost", "plots_atlas", "single"}),
         ("seaborn", {"style", "plots", "plots_claims"}),

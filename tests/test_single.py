@@ -44,10 +44,12 @@ def folder(checkpoint: Checkpoint, tmp_path: Path) -> Path:
 def test_trained_rows_are_what_measure_gives(checkpoint: Checkpoint, table: pd.DataFrame) -> None:
     for gauge in ("mean", "norm"):
         for layer in cwlib.layers(checkpoint, TEXT):
-            expected = {name: value for name, value in cwlib.measure(layer, gauge=gauge).items() if np.isfinite(value)}
+            expected = cwlib.measure(layer, gauge=gauge)
             rows = table[(table["source"] == "trained") & (table["layer"] == layer.index)]
             rows = rows[rows["gauge"].isin(["", gauge])]
-            assert dict(zip(rows["metric"], rows["value"], strict=True)) == pytest.approx(expected, rel=1e-9)
+            assert dict(zip(rows["metric"], rows["value"], strict=True)) == pytest.approx(
+                expected, rel=1e-9, nan_ok=True
+            )
 
 
 def test_gaussian_rows_are_those_of_the_twin(checkpoint: Checkpoint, table: pd.DataFrame) -> None:
@@ -62,7 +64,32 @@ def test_gaussian_rows_are_those_of_the_twin(checkpoint: Checkpoint, table: pd.D
 
 def test_depth_runs_from_zero_to_one(table: pd.DataFrame) -> None:
     assert table["depth"].min() == 0 and table["depth"].max() == 1
-    assert np.isfinite(table["value"]).all()
+
+
+def test_undefined_values_have_a_reason(checkpoint: Checkpoint, table: pd.DataFrame) -> None:
+    assert ((table["note"] == "") == np.isfinite(table["value"])).all()
+    notes = table[table["note"] != ""].groupby("note")["metric"].agg(set).to_dict()
+    assert notes == {
+        "there is no layer before": {"depth_step", "operator_cosine", "spectral_step"},
+        "under causal attention nothing flows back": {"inverse_defect"},
+    }
+    short = pd.concat(single.measured_layers(checkpoint, TEXT[:8], ["sink_mass", "edge_isometry"]))
+    assert set(short["note"]) == {"", "it takes 9 tokens or more"}
+    assert "sink_mass is not defined at any layer: it takes 9 tokens or more" in single.report(short)
+    sinks = pd.concat(single.measured_layers(tiny_checkpoint("gpt_oss"), TEXT, ["entropy_rate"]))
+    assert sinks["value"].isna().sum() == (sinks["gauge"] == "mean").sum() > 0
+    assert set(sinks["note"]) == {
+        "",
+        "learned sinks take a part of the attention, so that the rows of W do not sum to one",
+    }
+
+
+def test_the_report_has_a_range_on_every_line(table: pd.DataFrame) -> None:
+    lines = {words[0]: words for line in single.report(table).splitlines() if (words := line.split())}
+    assert lines["head_isometry"][1:3] == ["(0,", "1]"] and lines["entropy_rate"][1:5] == ["[0,", "log", "n]", "nats"]
+    first = table[(table["metric"] == "head_isometry") & (table["source"] == "trained") & (table["layer"] == 0)]
+    assert lines["head_isometry"][3] == f"{first['value'].item():.4g}"
+    assert "depth_step is not defined at layer 0: there is no layer before" in single.report(table)
 
 
 def test_chosen_metrics_only(checkpoint: Checkpoint) -> None:
@@ -105,13 +132,14 @@ def test_measure_writes_a_table_and_a_figure(folder: Path, tmp_path: Path, monke
     rows = pd.read_csv(out, keep_default_na=False)
     assert list(rows.columns) == single.COLUMNS and set(rows["source"]) == {"trained", "gaussian"}
     assert figure.read_bytes().startswith(b"\x89PNG") and f"{len(rows)} rows" in output
+    assert "(0, 1]" in output and "depth_step is not defined at layer 0" in output
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (("no-such-model", "--text", "{text}"), ("source: unknown name",)),
-        (("{folder}", "--text", "missing.txt"), ("does not exist",)),
+        (("{folder}", "--text", "missing.txt"), ("text: expected a file", "does not exist")),
         (("{folder}", "--text", "{folder}"), ("text: expected one file",)),
         (("{folder}", "--text", "{text}", "--figure", "depth.bmp"), ("figure: expected a .png",)),
         (("{folder}", "--text", "{text}"), ("no tokenizer",)),

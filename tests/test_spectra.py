@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from itertools import pairwise
 
-import jaxtyping
 import numpy as np
 import oracles
 import pytest
@@ -28,12 +27,6 @@ from cwlib.synthetic import conditioned_walk, random_measure, random_walk, spher
 from cwlib.walk import ConnectionWalk
 
 LAYERS = ["full", "causal", "zeros", "grouped", "grouped causal", "one value head", "d_head above d_model", "one token"]
-
-
-@pytest.fixture
-def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Switch off the run-time type checks of conftest, which would speak before the code under test does."""
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 def walk_of(layer: Layer) -> ConnectionWalk:

@@ -1,6 +1,5 @@
 """Seeded walks have the properties they promise, and no hidden state."""
 
-import jaxtyping
 import numpy as np
 import oracles
 import pytest
@@ -300,10 +299,9 @@ WRONG = {
 }  # fmt: skip
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_inputs_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # the run-time type checks of conftest would speak before the code under test does
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+def test_wrong_inputs_are_refused(name: str) -> None:
     attempt, words = WRONG[name]
     with pytest.raises(ValueError, match="expected") as caught:
         attempt()

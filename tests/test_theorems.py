@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-import jaxtyping
 import numpy as np
 import oracles
 import pytest
@@ -19,15 +18,6 @@ from cwlib.theorems import THEOREMS, check_t1, check_t2, check_t3, check_t9, den
 from cwlib.walk import ConnectionWalk
 
 INSTANCES = 100
-
-
-@pytest.fixture
-def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Switch off the run-time type checks of conftest: 100 instances take thirty times as long with them.
-
-    The tests on few instances below run with them.
-    """
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 def assert_theorem(theorem: str, statements: set[str], counterexamples: set[str]) -> None:

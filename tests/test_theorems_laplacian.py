@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-import jaxtyping
 import numpy as np
 import pytest
 import torch
@@ -65,12 +64,6 @@ T5_FAILURES = {
     "T5 lazy walk, (R) in uniform and degree measure",
     "T5 teleporting walk, (R) in its stationary law",
 }
-
-
-@pytest.fixture
-def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Switch off the run-time type checks of conftest for many instances; the other tests run with them."""
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 def assert_theorem(theorem: str, check: Callable[[int], list[Check]], statements: set[str], failures: set[str]) -> None:

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from itertools import pairwise
 
-import jaxtyping
 import numpy as np
 import pytest
 import torch
@@ -20,12 +19,6 @@ from cwlib.walk import ConnectionWalk
 
 INSTANCES = 100
 CHECKS = {"T6": check_t6, "T7": check_t7, "T8": check_t8}
-
-
-@pytest.fixture
-def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Switch off the run-time type checks of conftest: 100 instances take many times as long with them."""
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 def assert_theorem(theorem: str, statements: set[str], counterexamples: set[str]) -> None:

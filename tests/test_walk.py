@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-import jaxtyping
 import numpy as np
 import oracles
 import pytest
@@ -442,12 +441,6 @@ def test_walk_is_immutable() -> None:
 
 
 # --- wrong inputs ----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Switch off the run-time type checks of conftest, which users do not have and which refuse some inputs first."""
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 GOOD = random_walk(0, heads=4, tokens=6, d_model=8, d_head=3, groups=2)

@@ -106,7 +106,7 @@ def test_maps_are_those_of_the_state_dict(family: str, overrides: dict, tmp_path
             assert np.array_equal(transports.output[head].double().numpy(), outputs[head])
 
 
-def test_a_model_whose_files_use_other_names_is_refused(tmp_path: Path) -> None:
+def test_a_model_whose_files_use_other_names_is_read(tmp_path: Path) -> None:
     """As Gemma 3 with vision, which transformers renames while it loads."""
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = Gemma3Config(
@@ -115,8 +115,12 @@ def test_a_model_whose_files_use_other_names_is_refused(tmp_path: Path) -> None:
         mm_tokens_per_image=4,
     )
     Gemma3ForConditionalGeneration(config).save_pretrained(tmp_path / "model")
-    with pytest.raises(CheckpointError, match=r"lack .*v_proj.weight"):
-        list(weight_layers(tmp_path / "model"))
+    expected = attention_layers(open_checkpoint(tmp_path / "model", device="cpu").model)
+    found = list(weight_layers(tmp_path / "model"))
+    assert [layer.path for layer in found] == [f"language_model.layers.{n}.self_attn" for n in range(4)]
+    for mine, theirs in zip(found, expected, strict=True):
+        assert torch.equal(mine.transports.value, theirs.transports.value)
+        assert torch.equal(mine.transports.output, theirs.transports.output)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -252,6 +256,47 @@ def test_an_unsupported_model_is_refused_at_the_call(tmp_path: Path) -> None:
         weight_layers(tmp_path / "model")
     with pytest.raises(ValueError, match="source: there is no folder"):
         weight_layers(tmp_path / "nowhere")
+
+
+def requantise(folder: Path, change: dict[str, torch.Tensor]) -> None:
+    """Replace a projection's weight in every layer by others, as quantisation does, and say so in the configuration."""
+    weights = load_file(folder / "model.safetensors")
+    for name in [name for name in weights if name.endswith("v_proj.weight")]:
+        module, shape = name.removesuffix(".weight"), weights.pop(name).shape
+        weights |= {f"{module}.{key}": tensor.expand(shape).clone() for key, tensor in change.items()}
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    edit_config(folder, quantization_config={"quant_method": "gptq", "bits": 4})
+
+
+PACKED, SCALE = torch.ones((), dtype=torch.int32), torch.ones(())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"qweight": PACKED, "scales": SCALE}, {"weight": SCALE.to(torch.float8_e4m3fn), "weight_scale_inv": SCALE}],
+    ids=["packed", "scaled"],
+)
+def test_quantised_attention_is_refused_at_the_call(change: dict, tmp_path: Path) -> None:
+    save(tmp_path / "model", "llama")
+    requantise(tmp_path / "model", change)
+    with pytest.raises(
+        ValueError, match=r"source: expected plain weights, got quantised .*v_proj.*a \.gguf file of it"
+    ):
+        weight_layers(tmp_path / "model")
+
+
+def test_integers_are_not_read_as_weights(tmp_path: Path) -> None:
+    save(tmp_path / "model", "llama")
+    requantise(tmp_path / "model", {"weight": PACKED.to(torch.int8)})
+    with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.v_proj, got torch\.int8; load the model dequantised"):
+        list(weight_layers(tmp_path / "model"))
+
+
+def test_attention_beside_quantised_experts_is_read(tmp_path: Path) -> None:
+    model = save(tmp_path / "model", "gpt_oss")
+    edit_config(tmp_path / "model", quantization_config={"quant_method": "mxfp4"})
+    found = list(weight_layers(tmp_path / "model"))
+    assert [layer.path for layer in found] == [layer.path for layer in attention_layers(model)]
 
 
 @pytest.mark.parametrize(
