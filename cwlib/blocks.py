@@ -4,6 +4,7 @@ Everything is in the mean gauge (W as the heads' mean attention). `FactoredBlock
 small cores of the heads (T9); `cwlib.edges` has its counterpart for transports given edge by edge.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -42,6 +43,21 @@ def attention_factor(attention: Attention) -> Float[Tensor, "rank head"]:
     for some in upcast(attention):
         factor = torch.linalg.qr(torch.cat([factor, some.flatten(1).T]), mode="r").R
     return factor
+
+
+def near_one(transports: HeadTransports) -> tuple[HeadTransports, float]:
+    """The same transports over a power of two, no largest entry of V and O far from one, and that power.
+
+    Forms of degree four in T overflow from about 1e77 on, and lose digits below 1e-77. Maps whose largest entries lie
+    between 2^-30 and 2^30 are left as they are, with the power one.
+    """
+    largest = (
+        float(torch.stack(torch.aminmax(maps.detach())).abs().max()) for maps in (transports.value, transports.output)
+    )
+    value, output = (2.0 ** (math.frexp(size)[1] - 1) for size in largest)
+    if min(value, output) >= 2**-30 and max(value, output) <= 2**30:
+        return transports, 1.0
+    return HeadTransports(transports._v / value, transports._o / output, transports.groups), value * output
 
 
 class Blocks(Protocol):

@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from cwlib._types import Attention, Field, Gauge, HeadGram, Output, Section, Value, Walk
-from cwlib.blocks import FactoredBlocks, attention_factor, attention_gram, gates
+from cwlib.blocks import FactoredBlocks, attention_factor, attention_gram, gates, near_one
 from cwlib.cores import HeadTransports
 from cwlib.kernels import upcast
 from cwlib.validation import require_finite, require_gauge, validate_attention
@@ -246,10 +246,10 @@ class ConnectionWalk:
         Float[Tensor, "head"]
             H values; their number above zero is the operator Schmidt rank, their sum of squares is |K|_F^2.
         """
-        factor = attention_factor(self.attention)
-        eigenvalues, vectors = torch.linalg.eigh(self.transports.head_gram)
+        factor, (transports, size) = attention_factor(self.attention), near_one(self.transports)
+        eigenvalues, vectors = torch.linalg.eigh(transports.head_gram)
         root = vectors * eigenvalues.clamp_min(0).sqrt()
-        values = torch.linalg.svdvals(factor @ root)
+        values = torch.linalg.svdvals(factor @ root) * size
         return torch.nn.functional.pad(values, (0, self.heads - values.numel()))
 
     def head_singular_values(self) -> Float[Tensor, "head rank"]:
@@ -272,11 +272,12 @@ class ConnectionWalk:
         Float[Tensor, "dst src"]
             NaN where the edge carries no weight, or its heads' transports cancel to below 1e-5 of their mean square.
         """
-        fourths, squares = self.blocks.quartics, self.blocks.squares  # in this order cores are computed once for both
+        transports, _ = near_one(self.transports)  # isometry does not depend on the scale
+        blocks = self.blocks if transports is self.transports else FactoredBlocks(self.attention, transports)
+        fourths, squares = blocks.quartics, blocks.squares  # in this order cores are computed once for both
         # Where head transports cancel, |Omega|^2 is a small difference of large terms, and the quartic form loses twice
         # the digits: at this ratio about five are right.
-        alone = torch.diag(self.transports.head_gram.diagonal())
-        scale = self.blocks.combine(alone)
+        scale = blocks.combine(torch.diag(transports.head_gram.diagonal()))
         defined = self.support & (squares > 1e-5 * scale) & (fourths > 0)
         return torch.where(defined, squares**2 / (self.blocks.ranks * fourths), torch.nan)
 

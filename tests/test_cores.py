@@ -260,6 +260,18 @@ def test_parameters_that_require_gradients_are_read_as_numbers() -> None:
     agree(trained.quartic, walk.transports.quartic)
 
 
+@pytest.mark.parametrize(
+    ("of_value", "of_output"), [(1e-80, 1), (1e-78, 1e-78), (1, 1e77), (1e80, 1e60), (1e-160, 1e150)]
+)
+def test_numbers_of_edges_and_heads_at_any_scale(of_value: float, of_output: float) -> None:
+    """Powers of the transports that leave the range of floats must not spoil what lies in it."""
+    walk = random_walk(0, heads=4, d_model=8, d_head=3, groups=2)
+    other = ConnectionWalk(walk.attention, of_value * walk.value, of_output * walk.output, groups=2)
+    agree(other.edge_isometry(), walk.edge_isometry(), rtol=1e-12)
+    agree(other.schmidt_values() / of_value / of_output, walk.schmidt_values(), rtol=1e-12)
+    agree(other.head_singular_values() / of_value / of_output, walk.head_singular_values(), rtol=1e-12)
+
+
 # --- ill-conditioned heads -------------------------------------------------------------------------------------------
 
 WIDE, THIN = 24, 8  # d_model and d_head
