@@ -20,7 +20,7 @@ KERNEL_ENVIRONMENT := OMP_NUM_THREADS=2 SOURCE_DATE_EPOCH=1767225600 PYTHONHASHS
 CONSTRAINTS := mkdir -p build && sed -n 's/^ *- \([A-Za-z0-9._-]*\)\(\[[^]]*\]\)*==\(.*\)$$/\1==\3/p' environment.yml > build/constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help figures test study verify bench lab lint clean
+.PHONY: help figures test compat study verify bench lab lint clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
@@ -40,6 +40,27 @@ test: $(INSTALLED) ## Run the unit tests, then compare every notebook with its c
 	cp -R figures build/figures
 	env -u MPLBACKEND $(KERNEL_ENVIRONMENT) CWLIB_FIGURES="$(CURDIR)/build/figures" \
 		$(PY) -m pytest --nbval --nbval-current-env notebooks/*.ipynb
+
+# The oldest transformers that pyproject.toml admits; the oldest torch, 2.11.0, comes from the index as a CUDA build, with
+# 3 GB of GPU libraries, so it has to be asked for. All else is as pinned, but for setuptools, which old torch bounds.
+TRANSFORMERS ?= 5.18.0
+TORCH ?= 2.13.0
+COMPAT := build/compat/transformers-$(TRANSFORMERS)-torch-$(TORCH)
+COMPATIBLE := $(COMPAT)/$(notdir $(INSTALLED))
+
+compat: $(COMPATIBLE) ## Run the unit tests with the oldest transformers, in build/compat (TORCH=2.11.0: and torch, 3 GB; TRANSFORMERS=..)
+	$(COMPAT)/bin/python -c 'import torch, transformers; print("torch", torch.__version__, "transformers", transformers.__version__)'
+	$(COMPAT)/bin/python -m pytest --ignore tests/test_bench.py
+
+$(COMPATIBLE):
+	rm -rf $(COMPAT)
+	$(PYTHON) -m venv $(COMPAT)
+	@$(CONSTRAINTS)
+	grep -v -e '^torch==' -e '^transformers==' -e '^setuptools==' build/constraints.txt > $(COMPAT)/constraints.txt
+	printf 'torch==$(TORCH)\ntransformers==$(TRANSFORMERS)\n' >> $(COMPAT)/constraints.txt
+	$(COMPAT)/bin/python -m pip install -c $(COMPAT)/constraints.txt 'setuptools>=77,<82'
+	$(COMPAT)/bin/python -m pip install -c $(COMPAT)/constraints.txt --no-build-isolation -e '.[notebooks,dev,distributed]'
+	touch $@
 
 study: $(INSTALLED) ## Compute figures/data from the checkpoints (PROFILE=wheels|smoke, FRESH=1: all rows, WORKERS=2, SCHEDULER=tcp://.., DEVICE=cuda)
 	OMP_NUM_THREADS=1 $(PY) -m cwlib study --profile $(PROFILE) --workers $(WORKERS) \
@@ -61,7 +82,7 @@ lint: $(INSTALLED) ## Check style and format of modules, tests and notebooks
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 
-clean: ## Delete build/ (executed notebooks, stamps, scratch figures)
+clean: ## Delete build/ (executed notebooks, stamps, scratch figures, environments of compat)
 	rm -rf build
 	@echo "Kept: $(VENV), figures/, and the downloads in your cache folder."
 

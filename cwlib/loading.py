@@ -44,8 +44,10 @@ def use_attention(model: PreTrainedModel, implementation: str) -> None:
     """Switch the attention path of a model and its parts, as "eager" or "sdpa"."""
     with quiet():
         model.set_attn_implementation(implementation)
-    # Falcon and others declare that they cannot switch, but look here at every pass
-    model.config._attn_implementation = implementation
+    # Falcon and others declare that they cannot switch, but look here at every pass; T5's stacks look at copies
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel):
+            part.config._attn_implementation = implementation
 
 
 def load_config(folder: Path) -> Any:

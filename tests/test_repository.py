@@ -16,6 +16,7 @@ import yaml
 from conftest import snapshot
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[1]
 MODULES = {path.stem: path for path in sorted((ROOT / "cwlib").glob("*.py"))}
@@ -133,6 +134,13 @@ def test_make_turns_every_pin_into_a_constraint() -> None:
     assert command
     shell = subprocess.run(command[0].replace("$$", "$"), shell=True, cwd=ROOT, capture_output=True, text=True)
     assert sorted(shell.stdout.split()) == sorted(f"{p.name}{p.specifier}" for p in locked()[1].values())
+
+
+def test_make_compat_takes_the_oldest_transformers() -> None:
+    taken = re.search(r"^TRANSFORMERS \?= (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    (requirement,) = declared()["transformers"]
+    (oldest,) = (Version(bound.version) for bound in requirement.specifier if bound.operator == ">=")
+    assert taken and Version(taken[1]) == oldest
 
 
 # --- the tree ---------------------------------------------------------------------------------------------------
