@@ -133,18 +133,18 @@ def frames_not_inverted(self: EdgeWalk, frames: Tensor) -> EdgeWalk:
 def backwards(walk: EdgeWalk, cycle: list[int]) -> Tensor:
     product = torch.eye(walk.d_model, dtype=torch.float64)
     for dst, src in zip(cycle, [*cycle[1:], cycle[0]], strict=True):
-        product = holonomy._one_way(walk, dst, src) @ product
+        product = holonomy._one_way(walk, walk.support, dst, src) @ product
     return product
 
 
 def open_walk(walk: EdgeWalk, cycle: list[int]) -> Tensor:
     product = torch.eye(walk.d_model, dtype=torch.float64)
     for dst, src in pairwise(cycle):
-        product = product @ holonomy._one_way(walk, dst, src)
+        product = product @ holonomy._one_way(walk, walk.support, dst, src)
     return product
 
 
-def pseudo_inverse_back(walk: EdgeWalk, dst: int, src: int) -> Tensor:
+def pseudo_inverse_back(walk: EdgeWalk, support: Tensor, dst: int, src: int) -> Tensor:
     try:
         return walk.transport(dst, src)
     except ValueError:
