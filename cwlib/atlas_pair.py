@@ -41,7 +41,7 @@ class Pair:
     Raises
     ------
     ValueError
-        If an entry is not finite or shapes do not fit.
+        If an entry is not finite, shapes do not fit, or no edge carries weight.
     """
 
     weight: Float[Tensor, "dst src"]
@@ -50,10 +50,14 @@ class Pair:
     def __post_init__(self) -> None:
         require_finite("weight", self.weight, 2, "dst, src")
         require_finite("maps", self.maps, 4, "dst, src, d_out, d_in")
+        for name in ("weight", "maps"):  # a frozen dataclass: set past its guard, once
+            object.__setattr__(self, name, getattr(self, name).detach().to(torch.float64))
         if self.maps.shape[:2] != self.weight.shape:
             raise ValueError(
                 f"maps: expected a map for each of {tuple(self.weight.shape)} (dst, src), got {tuple(self.maps.shape)}"
             )
+        if not self.support.any():
+            raise ValueError("weight: expected an edge that carries weight, got zeros alone")
 
     @classmethod
     def constant(cls, weight: Float[Tensor, "dst src"], transport: Float[Tensor, "d_out d_in"]) -> "Pair":
@@ -74,8 +78,12 @@ class Pair:
         return self.weight != 0
 
     def __matmul__(self, field: Float[Tensor, "src d_in"]) -> Float[Tensor, "dst d_out"]:
-        """One step of the pair on a field."""
-        return torch.einsum("ij,ijab,jb->ia", self.weight, self.maps, field)
+        """One step of the pair on a field; ValueError if the field does not fit."""
+        require_finite("field", field, 2, "src, d_in")
+        if field.shape != (self.maps.shape[1], self.maps.shape[3]):
+            expected = f"({self.maps.shape[1]}, {self.maps.shape[3]})"
+            raise ValueError(f"field: expected shape (src, d_in) = {expected}, got {tuple(field.shape)}")
+        return torch.einsum("ij,ijab,jb->ia", self.weight, self.maps, field.to(torch.float64))
 
     def blocks(self) -> Maps:
         r"""The blocks :math:`K_{ij} = W_{ij}\Omega_{ij}` of the operator."""

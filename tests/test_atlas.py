@@ -106,8 +106,17 @@ def test_signed_weights_and_bipartite_pairs_are_measured() -> None:
     [
         (torch.full((2, 2), torch.nan), torch.ones(2, 2, 1, 1), "weight"),
         (torch.ones(2, 3), torch.ones(2, 2, 1, 1), "a map for each"),
+        (torch.zeros(2, 2), torch.ones(2, 2, 1, 1), "an edge that carries weight"),
     ],
 )
 def test_pair_refuses_what_does_not_fit(weight: torch.Tensor, maps: torch.Tensor, words: str, unchecked: None) -> None:
     with pytest.raises(ValueError, match=words):
         Pair(weight, maps)
+
+
+def test_pair_computes_in_double_precision_and_refuses_fields_that_do_not_fit(unchecked: None) -> None:
+    pair = Pair.constant(torch.full((2, 3), 1 / 3), torch.eye(2))
+    assert (pair @ torch.ones(3, 2)).dtype == pair.weight.dtype == pair.maps.dtype == torch.float64
+    assert defects(pair)["isometric"] == 0
+    with pytest.raises(ValueError, match=r"field: expected shape \(src, d_in\) = \(3, 2\), got \(2, 2\)"):
+        pair @ torch.ones(2, 2)
