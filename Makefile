@@ -43,7 +43,7 @@ test: $(INSTALLED) ## Run the unit tests, then compare every notebook with its c
 
 # The oldest transformers that pyproject.toml admits; the oldest torch, 2.11.0, comes from the index as a CUDA build, with
 # 3 GB of GPU libraries, so it has to be asked for. All else is as pinned, but for setuptools, which old torch bounds.
-TRANSFORMERS ?= 5.18.0
+TRANSFORMERS ?= 5.17.0
 TORCH ?= 2.13.0
 COMPAT := build/compat/transformers-$(TRANSFORMERS)-torch-$(TORCH)
 COMPATIBLE := $(COMPAT)/$(notdir $(INSTALLED))

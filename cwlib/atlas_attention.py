@@ -8,17 +8,12 @@ import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Float
+from scipy.special import softmax
 from torch import Tensor
 
 from cwlib.atlas_pair import Pair, Placed, fitted_slope, system
 from cwlib.checks import Check, compare
 from cwlib.walk import ConnectionWalk
-
-
-def softmax(logits: Float[np.ndarray, " src"]) -> Float[np.ndarray, " src"]:
-    """Softmax of a vector, the way a textbook writes it."""
-    weights = np.exp(logits - logits.max())
-    return weights / weights.sum()
 
 
 def dot_products(

@@ -2,18 +2,13 @@
 
 import numpy as np
 import torch
+from scipy.special import softmax
 from torch import Tensor
 
 from cwlib.atlas_pair import Pair, Placed, defects, system
 from cwlib.checks import Check, compare
 from cwlib.measures import reversibility_defect
 from cwlib.walk import ConnectionWalk
-
-
-def _softmax(scores: np.ndarray) -> np.ndarray:
-    """Softmax of a vector of scores, the way a textbook writes it."""
-    weights = np.exp(scores - scores.max())
-    return weights / weights.sum()
 
 
 def _graph(rng: np.random.Generator, tokens: int, chords: int) -> np.ndarray:
@@ -45,7 +40,7 @@ def graph_attention_network(seed: int) -> Placed:
         near, joined = np.flatnonzero(graph[i]), []
         for h in range(heads):
             raw = np.array([a[h] @ np.concatenate([theta[h] @ x[i], theta[h] @ x[j]]) for j in near])
-            weights = _softmax(np.where(raw > 0, raw, slope * raw))
+            weights = softmax(np.where(raw > 0, raw, slope * raw))
             joined.append(sum(w * (theta[h] @ x[j]) for w, j in zip(weights, near, strict=True)))
         output[i] = np.concatenate(joined)
 
@@ -100,14 +95,14 @@ def graph_transformer_network(seed: int) -> Placed:
     paths = np.zeros((tokens, tokens))
     for s in range(kinds):
         for t in range(kinds):
-            paths += _softmax(phi[0])[s] * _softmax(phi[1])[t] * typed[s] @ typed[t]
+            paths += softmax(phi[0])[s] * softmax(phi[1])[t] * typed[s] @ typed[t]
     looped = paths / paths.sum(1, keepdims=True) + np.eye(tokens)
     output = np.stack(
         [sum(looped[i, j] * (x[j] @ theta) for j in range(tokens)) / looped[i].sum() for i in range(tokens)]
     )
     carried = x
     for layer in (1, 0):  # relations act first along the second selection
-        select, previous = _softmax(phi[layer]), carried
+        select, previous = softmax(phi[layer]), carried
         carried = np.zeros_like(x)
         for i in range(tokens):
             degree = sum(select[t] * typed[t, i].sum() for t in range(kinds))
@@ -172,7 +167,7 @@ def spectral_attention_network(seed: int) -> Placed:
             for kind, share in ((0, 1 / (1 + gamma)), (1, gamma / (1 + gamma))):
                 near = [j for j in range(tokens) if j != i and graph[i, j] == 1 - kind]
                 scores = [((query[kind, h] @ x[i]) * (key[kind, h] @ x[j]) * bond[kind, h]).sum() for j in near]
-                weights = _softmax(np.array(scores) / d_head**0.5)
+                weights = softmax(np.array(scores) / d_head**0.5)
                 output[i] += share * out[h] @ sum(w * (value[h] @ x[j]) for w, j in zip(weights, near, strict=True))
 
     edges = torch.from_numpy(graph) > 0

@@ -5,9 +5,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 from jaxtyping import Float
+from scipy.special import softmax
 from torch import Tensor
 
-from cwlib.atlas_attention import attend, dot_products, output_maps, scores, softmax
+from cwlib.atlas_attention import attend, dot_products, output_maps, scores
 from cwlib.atlas_pair import Pair, Placed, defects, system
 from cwlib.checks import Check, compare
 from cwlib.measures import lazy_walk

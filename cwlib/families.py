@@ -89,10 +89,10 @@ FAMILIES: tuple[Family, ...] = (
         *("value", "../output/dense"),
     ),
     Family(
-        "nomic_bert eurobert gte jina_embeddings_v3 deit dinov2 dinov2_with_registers dinov3_vit gemma cohere cohere2 "
+        "nomic_bert eurobert jina_embeddings_v3 deit dinov2 dinov2_with_registers dinov3_vit gemma cohere cohere2 "
         "olmo olmo3 olmoe starcoder2 smollm3 glm glm4 granitemoe phimoe nemotron exaone4 ernie4_5 seed_oss apertus "
         "ministral3 llama4_text t5gemma",
-        "NomicBertAttention EuroBertAttention GteAttention JinaEmbeddingsV3Attention DeiTAttention Dinov2Attention "
+        "NomicBertAttention EuroBertAttention JinaEmbeddingsV3Attention DeiTAttention Dinov2Attention "
         "Dinov2WithRegistersAttention DINOv3ViTAttention GemmaAttention CohereAttention Cohere2Attention OlmoAttention "
         "Olmo3Attention OlmoeAttention Starcoder2Attention SmolLM3Attention GlmAttention Glm4Attention "
         "GraniteMoeAttention PhimoeAttention NemotronAttention Exaone4Attention Ernie4_5Attention SeedOssAttention "

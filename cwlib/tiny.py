@@ -152,7 +152,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     # relatives, laid out as one of the above
     **_alike("camembert data2vec-text roberta-prelayernorm xlm-roberta-xl", _WIDE | _POSITIONS),
-    **_alike("ernie megatron-bert nomic_bert gte jina_embeddings_v3 persimmon biogpt", _WIDE),
+    **_alike("ernie megatron-bert nomic_bert jina_embeddings_v3 persimmon biogpt", _WIDE),
     **_alike("rembert", _WIDE | {"input_embedding_size": 24, "output_embedding_size": 24}),
     **_alike("roformer", _WIDE | {"embedding_size": 24}),
     **_alike("esm", _WIDE | {"position_embedding_type": "rotary", "mask_token_id": 3}),

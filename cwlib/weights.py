@@ -69,7 +69,7 @@ class StoredWeights(Mapping[str, Tensor]):
             folder = next(iter(self._files.values()))[0].parent
             raise CheckpointError(
                 f"the weights in {folder} lack {name}: check that config.json and the weights belong together; where "
-                "transformers rearranges weights while it loads (GTE), cwlib.open_checkpoint finds them"
+                "transformers rearranges weights while it loads (Nomic BERT), cwlib.open_checkpoint finds them"
             )
         path, key = self._files[name]
         try:

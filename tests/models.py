@@ -132,7 +132,7 @@ TEXT_FAMILIES = tuple(f for f in FULL if f not in ("vit", "clip-vision", "clip",
 RELATIVES: dict[str, tuple[Stack, ...]] = {
     **dict.fromkeys(("camembert", "data2vec-text", "roberta-prelayernorm", "xlm-roberta-xl"), (Stack(*BERT),)),
     **dict.fromkeys(("ernie", "esm", "megatron-bert", "rembert", "roformer", "big_bird"), (Stack(*BERT),)),
-    **dict.fromkeys(("nomic_bert", "eurobert", "gte", "jina_embeddings_v3"), (Stack(*LLAMA, full),)),
+    **dict.fromkeys(("nomic_bert", "eurobert", "jina_embeddings_v3"), (Stack(*LLAMA, full),)),
     **dict.fromkeys(("gemma", "cohere", "olmo", "olmoe", "smollm3", "glm", "glm4", "granitemoe"), STACKS["llama"]),
     **dict.fromkeys(("phimoe", "nemotron", "ernie4_5", "seed_oss", "apertus", "ministral3"), STACKS["llama"]),
     **dict.fromkeys(("cohere2", "olmo3", "exaone4"), STACKS["gemma2"]),

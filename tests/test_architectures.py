@@ -123,7 +123,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, dict], Pa
 
 @pytest.mark.parametrize("family", STACKS)
 def test_maps_straight_from_the_files_are_those_of_the_opened_model(family: str, folder: Callable) -> None:
-    if family in ("nomic_bert", "gte", "jina_embeddings_v3"):  # in files query, key and value are one matrix
+    if family in ("nomic_bert", "jina_embeddings_v3"):  # in files query, key and value are one matrix
         with pytest.raises(
             cwlib.CheckpointError, match=r"lack layers\.0\.self_attn\.v_proj\.weight: .*open_checkpoint"
         ):
