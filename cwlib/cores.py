@@ -224,16 +224,20 @@ class HeadTransports:
         :math:`R_{hh'll'} = tr((T_h T_l)^T T_{h'} T_{l'}) = tr(C_{hl}^T P_{hh'} C_{h'l'} B_{l'l})`, which give the inner
         product and the norms in the holonomy defect of a triangle.
         """
-        grouped = self.kv_heads, self.groups
-        p, b = self.output_cores(), self._shared_value_cores
+        heads, kv, groups, d = self.heads, self.kv_heads, self.groups, self.d_head
+        b = self._shared_value_cores
         c = torch.einsum("xad,ldb->xlab", self._v, self._o)
-        outer = torch.einsum("hxnab,xmbc->hxnmac", p.unflatten(1, grouped), c)  # P_hk C_km
-        outer = outer.flatten(1, 2).unflatten(2, grouped).unflatten(0, grouped)
-        inner = torch.einsum("ylab,xlcb->xlyac", self.per_head(b, 1), c)  # B_ml C_hl^T
-        p = p.unflatten(1, grouped).unflatten(0, grouped)
-        cubic = torch.einsum("xhymac,xlyca->xhlym", p, inner)
-        form = torch.einsum("xhkymac,xlyca->xhklym", outer, inner)
-        return cubic.reshape(3 * (self.heads,)), form.reshape(4 * (self.heads,))
+        b_heads, cubic, form = self.per_head(b, 1), [], []
+        # P_hk C_km for all k, m takes H^2 d_head^2 numbers for every head h
+        step = max(1, workspace(b.device) // (32 * (heads * d) ** 2))
+        for x in range(kv):
+            inner = torch.einsum("ylab,lcb->lyac", b_heads, c[x])  # B_ml C_hl^T, the same for all h of a group
+            for some in self.output.detach()[x * groups : (x + 1) * groups].split(step):
+                p = torch.einsum("hda,kdb->hkab", some.to(torch.float64), self._o).unflatten(1, (kv, groups))
+                outer = torch.einsum("hxnab,xmbc->hxnmac", p, c).flatten(1, 2).unflatten(2, (kv, groups))
+                cubic.append(torch.einsum("hymac,lyca->hlym", p, inner))
+                form.append(torch.einsum("hkymac,lyca->hklym", outer, inner))
+        return torch.cat(cubic).reshape(3 * (heads,)), torch.cat(form).reshape(4 * (heads,))
 
     @cached_property
     def product_traces(self) -> HeadGram:
