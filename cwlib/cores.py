@@ -20,7 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from cwlib._types import HeadGram, Output, Value
-from cwlib.kernels import cholesky, workspace
+from cwlib.kernels import cholesky, composition_forms, workspace
 from cwlib.validation import require_finite
 
 HeadCores = Float[Tensor, "head other d_head d_other"]
@@ -160,8 +160,8 @@ class HeadTransports:
         if right not in self._grams:
             # <O_h V_h, O'_k V'_k> = <O_h V_h V'_k^T, O'_k>, and heads of a group share V: a product of d_model x d_head
             # with d_head x d_head for every query head and every value head of the other layer.
-            theirs = right._o.unflatten(0, (right.kv_heads, -1)).flatten(2)
-            mine, value, other_value = self._o, self._v, right._v
+            theirs = right._o.to(self.output.device).unflatten(0, (right.kv_heads, -1)).flatten(2)
+            mine, value, other_value = self._o, self._v, right._v.to(self.output.device)
             columns = []
             per_value_head = 16 * self.heads * self.d_model * right.d_head
             for some in torch.arange(right.kv_heads).split(max(1, workspace(mine.device) // per_value_head)):
@@ -224,20 +224,8 @@ class HeadTransports:
         :math:`R_{hh'll'} = tr((T_h T_l)^T T_{h'} T_{l'}) = tr(C_{hl}^T P_{hh'} C_{h'l'} B_{l'l})`, which give the inner
         product and the norms in the holonomy defect of a triangle.
         """
-        heads, kv, groups, d = self.heads, self.kv_heads, self.groups, self.d_head
-        b = self._shared_value_cores
         c = torch.einsum("xad,ldb->xlab", self._v, self._o)
-        b_heads, cubic, form = self.per_head(b, 1), [], []
-        # P_hk C_km for all k, m takes H^2 d_head^2 numbers for every head h
-        step = max(1, workspace(b.device) // (32 * (heads * d) ** 2))
-        for x in range(kv):
-            inner = torch.einsum("ylab,lcb->lyac", b_heads, c[x])  # B_ml C_hl^T, the same for all h of a group
-            for some in self.output.detach()[x * groups : (x + 1) * groups].split(step):
-                p = torch.einsum("hda,kdb->hkab", some.to(torch.float64), self._o).unflatten(1, (kv, groups))
-                outer = torch.einsum("hxnab,xmbc->hxnmac", p, c).flatten(1, 2).unflatten(2, (kv, groups))
-                cubic.append(torch.einsum("hymac,lyca->hlym", p, inner))
-                form.append(torch.einsum("hkymac,lyca->hklym", outer, inner))
-        return torch.cat(cubic).reshape(3 * (heads,)), torch.cat(form).reshape(4 * (heads,))
+        return composition_forms(self.output.detach(), self.per_head(self._shared_value_cores, 1), c)
 
     @cached_property
     def product_traces(self) -> HeadGram:
