@@ -70,16 +70,3 @@ HUB = _read()
 def known(name: str) -> Entry | HubEntry | None:
     """What the catalogue or the list of the hub says about a checkpoint; None about any other."""
     return CATALOGUE.get(name) or HUB.get(name)
-
-
-def markdown() -> str:
-    """The list as a table in Markdown, as README quotes it."""
-    lines = ["| model | kind | parameters | layers | heads | download | licence | commit |", "| --- " * 8 + "|"]
-    for item in HUB.values():
-        heads = f"{item.heads} of {item.d_head}"
-        heads += f", {item.kv_heads} value heads" if item.kv_heads < item.heads else ""
-        licence = f"{item.licence}, gated" if item.gated else item.licence
-        cells = [f"`{item.name}`", item.kind, f"{item.parameters / 1e6:,.0f}M", item.layers, heads]
-        cells += [f"{item.download_bytes / 1e9:.1f} GB", licence, (item.revision or "that of the day")[:12]]
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(lines)

@@ -95,6 +95,18 @@ def locate(source: str | os.PathLike) -> Source:
     )
 
 
+def here(source: str) -> Source | None:
+    """A folder, or a hub id that is in the hub's cache; None for anything else. No network is used."""
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return _in_folder(path.resolve().name, path)
+    if not _HUB_ID.fullmatch(source):
+        return None
+    pinned = HUB[source].revision if source in HUB else None
+    folder = _cached(source, pinned) or _cached(source, None)
+    return folder and _in_folder(source, folder)
+
+
 def _catalogued(name: str) -> Source:
     folder, item = cached_folder(name), CATALOGUE[name]
     if not folder.exists():

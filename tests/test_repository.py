@@ -27,9 +27,11 @@ ORDER = [
     *("holonomy", "spectra", "synthetic", "nulls", "dense", "theorems_balance", "theorems_laplacian"),
     *("theorems_causal", "theorems_transport", "theorems_holonomy", "theorems", "exact"),
     *("metrics_graph", "metrics_transport", "metrics_spectrum", "metric", "metrics", "corpus"),
-    *("catalogue", "loading", "fetch", "sources", "tiny", "checkpoints", "quantise", "families", "architectures"),
-    *("weights", "inputs", "capture", "statistics", "cells", "workers", "study", "effects", "claims", "verdicts"),
-    *("style", "verify", "rivals", "timing", "big", "footprint", "cost", "sizes", "bench", "doctor"),
+    *("catalogue", "hub", "network", "loading", "fetch", "sources", "placement", "tiny", "checkpoint", "checkpoints"),
+    *("quantise", "families", "architectures"),
+    *("weights", "inputs", "capture", "statistics", "cells", "timing", "estimate", "workers", "failures", "glossary"),
+    *("study", "effects", "claims", "verdicts"),
+    *("style", "verify", "rivals", "big", "footprint", "cost", "sizes", "bench", "doctor"),
     *("plots_theory", "plots", "plots_claims", "plots_cost", "single", "chain", "__main__"),
 ]
 TOP_LEVEL = {
@@ -179,7 +181,7 @@ def test_imports_point_upwards(name: str) -> None:
     [
         (
             "transformers",
-            {"loading", "fetch", "tiny", "checkpoints", "quantise", "architectures", "capture", "big"},
+            {"loading", "fetch", "tiny", "checkpoint", "checkpoints", "quantise", "architectures", "capture", "big"},
         ),
         ("matplotlib", {"style", "plots", "plots_claims", "plots_theory", "plots_cost", "single"}),
         ("seaborn", {"style", "plots", "plots_claims"}),
