@@ -86,11 +86,12 @@ def open_weights(
         start = tiny_checkpoint(name.removeprefix("tiny-"), dtype=dtype) if tiny else name
         return initialise(start, seed, dtype, device, offload, tokens)
     if tiny:
-        return tiny_checkpoint(name.removeprefix("tiny-"), dtype=dtype)
-    if source in SCHEMES:
+        found = tiny_checkpoint(name.removeprefix("tiny-"), dtype=dtype)
+    else:
         # a copy is rounded, of weights that are in memory
-        return quantised(open_checkpoint(name, device=device, dtype=dtype), source)
-    return open_checkpoint(name, device=device, dtype=dtype, offload=offload, tokens=tokens)
+        offload = False if source in SCHEMES else offload
+        found = open_checkpoint(name, device=device, dtype=dtype, offload=offload, tokens=tokens)
+    return quantised(found, source) if source in SCHEMES else found
 
 
 def approximate_tokens(text: str) -> int:

@@ -18,6 +18,7 @@ from huggingface_hub import constants
 from cwlib.catalogue import CATALOGUE, cached_folder
 from cwlib.cells import GAUSSIAN_SEEDS, INIT_SEEDS, NULL_PASSAGES, approximate_tokens
 from cwlib.checkpoint import kind_of
+from cwlib.checkpoints import tiny_checkpoint
 from cwlib.corpus import Passage
 from cwlib.hub import HUB
 from cwlib.loading import empty_model
@@ -25,7 +26,7 @@ from cwlib.placement import Shape, free_memory, place_model, require_device
 from cwlib.sources import here
 from cwlib.timing import gemm_rate
 
-EFFICIENCY = 0.4  #: of small matrix products and eigenvalues, beside one large product
+EFFICIENCY = 0.5  #: of small matrix products and eigenvalues, beside one large product
 OVERHEAD = 0.02  #: seconds per layer and cell that do not depend on sizes
 DISK_RATE = 1e9  #: bytes per second that are read from a disk, assumed
 
@@ -86,8 +87,8 @@ def estimate(
     # gaussian, shuffled, sinkless on the trained weights; init on weights of its own
     texts = passages + nulls * (len(GAUSSIAN_SEEDS) + len(INIT_SEEDS) + 1 + decoder)
     weights = 1 + len(GAUSSIAN_SEEDS) + len(INIT_SEEDS)
-    cores = (texts + weights if offloaded else weights) * _cores(shape)
-    double = cores + texts * _edges(shape, tokens, decoder) + 2 * _rarely(shape, tokens)
+    once = weights * _values(shape) + 2 * _rarely(shape, tokens)
+    double = once + (texts if offloaded else weights) * _cores(shape) + texts * _edges(shape, tokens, decoder)
     single = 2 * texts * tokens * (shape.parameters - shape.vocabulary * shape.d_model)
     seconds = (double / rates.double + single / rates.single) / EFFICIENCY + OVERHEAD * shape.layers * texts
     if offloaded:
@@ -96,30 +97,35 @@ def estimate(
     return Estimate(own + shape.kept(tokens) + shape.passing(tokens), seconds)
 
 
-def _cores(shape: Shape) -> float:
-    """Operations for what depends on the weights of all layers alone (T9), and singular values of heads and sum."""
+def _cores(shape: Shape) -> int:
+    """Operations for the cores of all layers, and the forms that are made of them (T9)."""
     heads, kv, a, d = shape.heads, shape.kv_heads, shape.d_head, shape.d_model
-    grams = 8 * (heads * a) ** 2 * d + 6 * (kv * a) ** 2 * d
+    grams = 8 * (heads * a) ** 2 * d + 2 * (kv * a) ** 2 * d
     forms = 2 * heads**2 * kv * a**3 + 2 * heads**3 * a**3 + 4 * heads**4 * a**2
-    values = heads * (4 * a**2 * d + 20 * a**3) + 20 * (kv * a) ** 3
-    return shape.layers * (grams + forms + values)
+    return shape.layers * (grams + forms)
 
 
-def _edges(shape: Shape, tokens: int, decoder: bool) -> float:
+def _values(shape: Shape) -> int:
+    """Operations for the metrics of weights: singular values of heads, and of their sum."""
+    heads, width, a, d = shape.heads, shape.kv_heads * shape.d_head, shape.d_head, shape.d_model
+    return shape.layers * (heads * (4 * a**2 * d + 20 * a**3) + 8 * width**2 * d + 20 * min(width, d) ** 3)
+
+
+def _edges(shape: Shape, tokens: int, decoder: bool) -> int:
     """Operations of one text in all layers: edges in O(n^2 H^4), images of the field, spectra of token walks."""
     heads, d, n = shape.heads, shape.d_model, tokens
-    pairs = heads * (heads + 1) / 2
+    pairs = heads * (heads + 1) // 2
     edges = n**2 * pairs**2 if decoder else 2 * n**2 * pairs**2 + 2 * n**2 * heads**4
     maps = 8 * n * d * shape.d_head * (heads + shape.kv_heads)
     return shape.layers * (edges + 2 * n * heads**4 + 12 * n**2 * heads**2 + maps + 4 * n * heads**2 * d + 40 * n**3)
 
 
-def _rarely(shape: Shape, tokens: int) -> float:
+def _rarely(shape: Shape, tokens: int) -> int:
     """Operations of one text for spectral densities and the cosines of all pairs of layers."""
     heads, kv, a, d, layers = shape.heads, shape.kv_heads, shape.d_head, shape.d_model, shape.layers
-    walks = 30 * 2 * 3 * (2 * tokens * d * a * (heads + kv) + 2 * heads * tokens**2 * a)
-    pairs = layers / 2 * (2 * heads * kv * a**2 * d * 2 + 2 * heads**2 * tokens**2)
-    return layers * (walks + pairs)
+    walks = 30 * 2 * 2 * (2 * tokens * d * a * (heads + kv) + 2 * heads * tokens**2 * a)
+    earlier = layers * (4 * heads * kv * a**2 * d + 2 * heads**2 * tokens**2) // 2
+    return layers * (walks + earlier)
 
 
 def overview(names: Iterable[str], texts: Sequence[Passage], device: str = "auto", rates: Rates | None = None) -> str:
@@ -166,11 +172,12 @@ def overview(names: Iterable[str], texts: Sequence[Passage], device: str = "auto
     memory = f"memory: {_size(free_memory(torch.device('cpu'))['cpu'])} free"
     hub = Path(constants.HF_HUB_CACHE)
     disk = shutil.disk_usage(next(folder for folder in (hub, *hub.parents) if folder.exists())).free
+    too_little = "" if downloads <= disk else ", which is too little: let HF_HOME name another folder"
     return (
         f"{table}\n{len(texts)} texts of up to about {tokens} tokens. {'; '.join([*gpus, memory])}; "
         f"{rates.double / 1e9:,.0f} GFLOP/s in double precision, {rates.single / 1e9:,.0f} in single.\n"
         f"In all about {_duration(seconds)} of computing from nothing, and {_size(downloads)} to download into {hub}, "
-        f"where {_size(disk)} are free. Cells that are finished are not computed again."
+        f"where {_size(disk)} are free{too_little}. Cells that are finished are not computed again."
     )
 
 
@@ -185,6 +192,9 @@ class _Facts:
 
 def _facts(name: str) -> _Facts | None:
     """What is known about a checkpoint without a network: its files if they are here, else the lists."""
+    if name.startswith("tiny-") and "/" not in name:
+        model = tiny_checkpoint(name.removeprefix("tiny-")).model
+        return _Facts(Shape.of_model(model), kind_of(model) == "decoder", 0, "")
     if name in CATALOGUE:
         item = CATALOGUE[name]
         download = 0 if cached_folder(name).exists() else item.download_bytes
@@ -214,11 +224,11 @@ def markdown(tokens: int = 300, passages: int = 16, rates: Rates = REFERENCE) ->
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _size(size: float) -> str:
+def _size(size: int | float) -> str:
     return f"{size / 1e9:.1f} GB"
 
 
-def _duration(seconds: float) -> str:
+def _duration(seconds: int | float) -> str:
     if seconds < 90:
         return f"{max(round(seconds), 1)} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

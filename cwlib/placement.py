@@ -11,7 +11,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import psutil
 import torch
@@ -20,10 +20,12 @@ from torch import nn
 TOKENS = 512  #: of a text for which there is room, whatever the texts are
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 _PYTHON = 2**29  #: of the process itself, on the CPU
+_LIBRARIES = 2**26  #: what libraries and the allocator keep, whatever the model
 _CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 _sharing = {"processes": 1}  # that divide this machine's memory among them
 
 
+@runtime_checkable
 class Facts(Protocol):
     """What `cwlib.hub.known` gives."""
 
@@ -78,9 +80,9 @@ class Shape:
 
     def kept(self, tokens: int) -> int:
         """Bytes that stay with a model, beside its weights, as long as it is measured."""
-        maps = 8 * (self.heads + self.kv_heads) * self.d_head * self.d_model
+        maps = 8 * (self.heads + self.kv_heads) * self.d_head * self.d_model  # in double precision
         forms = 4 * 8 * self.heads**4
-        return self.layers * (maps + forms + 8 * self.heads * tokens**2)
+        return _LIBRARIES + self.layers * (maps + forms + 8 * self.heads * tokens**2)
 
     def passing(self, tokens: int) -> int:
         """The most bytes that one layer takes for a time."""

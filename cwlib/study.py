@@ -12,29 +12,23 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from uuid import uuid4
 
 import pandas as pd
 from tqdm import tqdm
 
-from cwlib.catalogue import CATALOGUE, CheckpointError, cache_dir
+from cwlib.catalogue import CheckpointError, cache_dir
 from cwlib.cells import IDENTITY, ROW, Cell, plan
-from cwlib.corpus import Passage, passages
+from cwlib.corpus import Passage
 from cwlib.estimate import overview
 from cwlib.failures import Failures
 from cwlib.failures import Incomplete as Incomplete
 from cwlib.glossary import glossary as glossary
-from cwlib.hub import HUB
+from cwlib.profiles import PROFILES as PROFILES
+from cwlib.profiles import asked_for
+from cwlib.profiles import corpus_of as corpus_of
 from cwlib.workers import executors, results
-
-PROFILES = {
-    # name -> checkpoints, and those of them that are measured once more after rounding
-    "smoke": (("tiny-bert", "tiny-llama"), ("tiny-bert",)),
-    "wheels": (tuple(CATALOGUE), tuple(name for name, item in CATALOGUE.items() if item.precision == "float32")),
-    "hub": (tuple(HUB), ()),
-}
 
 
 def _write(path: Path, write: Callable[[Path], object]) -> None:
@@ -110,11 +104,15 @@ def _stored(work: Path, cell: Cell) -> tuple[pd.DataFrame, pd.DataFrame] | None:
     return rows, pd.DataFrame([origin | name | {"digest": _digest(rows)}])
 
 
-def corpus_of(profile: str | Path | Sequence[str | Path]) -> Sequence[Passage]:
-    """The texts that a profile is measured on unless others are given: a few words for tiny models, else the corpus."""
-    if profile == "smoke":  # tiny models count bytes as tokens
-        return [replace(p, text=p.text[:60]) for p in passages()[:2]]
-    return passages()
+def preview(
+    profile: str | Path | Sequence[str | Path], texts: Sequence[Passage] | None = None, device: str = "auto"
+) -> str:
+    """What `run` with these arguments would take, checkpoint by checkpoint, and what this machine has.
+
+    Nothing is downloaded or computed but the speed of a matrix product; see `cwlib.estimate.overview`.
+    """
+    names, _, texts = asked_for(profile, texts)
+    return overview(names, texts, device)
 
 
 def run(
@@ -164,31 +162,13 @@ def run(
         When all else is done and written, if some checkpoints could not be had or measured. Of a single checkpoint its
         own error, as `cwlib.CheckpointError`. Cells already computed are kept.
     """
-    if isinstance(profile, str):
-        if profile not in PROFILES:
-            raise ValueError(
-                f"profile: expected one of {', '.join(PROFILES)} or a list of checkpoints, got {profile!r}; "
-                f"for one checkpoint write [{profile!r}]"
-            )
-        names, control = PROFILES[profile]
-    else:
-        listed = [profile] if isinstance(profile, Path) else profile
-        # a Path is a folder, never a name of the catalogue
-        names = tuple(dict.fromkeys(str(p.resolve()) if isinstance(p, Path) else p for p in listed))
-        control = ()
-        if not names:
-            raise ValueError("profile: expected a profile or at least one checkpoint, got none")
-    texts = corpus_of(profile) if texts is None else texts
-    if not all(isinstance(p, Passage) for p in texts):
-        raise ValueError("texts: expected passages; read your files with cwlib.corpus.read_passages(path)")
-    if len({p.name for p in texts}) < len(texts):
-        raise ValueError("texts: expected passages of different names, got one twice; rename it")
+    names, control, texts = asked_for(profile, texts)
     folder = None if folder is None else Path(folder)
     work = cache_dir() / "study"
     if progress and profile not in ("smoke", "wheels"):
         print(overview(names, texts, device), file=sys.stderr)
     failed = Failures(progress)
-    cells = _planned(names, tuple(texts), control, failed)
+    cells = _planned(names, texts, control, failed)
 
     earlier = _committed(folder)
     known = set() if earlier is None or fresh else set(earlier[1]["key"])
@@ -284,3 +264,12 @@ def load(folder: str | Path) -> pd.DataFrame:
         table[fact] = table["checkpoint"].map(dict(zip(own["checkpoint"], own[fact], strict=True)))
     last = table.groupby("checkpoint")["layer"].transform("max")
     return table.assign(depth=table["layer"] / last.clip(lower=1))
+
+
+def commits(folder: str | Path) -> dict[str, str]:
+    """The commit of each checkpoint from the hub that is measured in a folder."""
+    found = committed(Path(folder))
+    if found is None or "revision" not in found[1]:
+        return {}
+    own = found[1][found[1]["revision"].fillna("") != ""]
+    return dict(zip(own["checkpoint"], own["revision"], strict=True))

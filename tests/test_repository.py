@@ -29,8 +29,8 @@ ORDER = [
     *("metrics_graph", "metrics_transport", "metrics_spectrum", "metric", "metrics", "corpus"),
     *("catalogue", "hub", "network", "loading", "fetch", "sources", "placement", "tiny", "checkpoint", "checkpoints"),
     *("quantise", "families", "architectures"),
-    *("weights", "inputs", "capture", "statistics", "cells", "timing", "estimate", "workers", "failures", "glossary"),
-    *("study", "effects", "claims", "verdicts"),
+    *("weights", "inputs", "capture", "statistics", "cells", "timing", "estimate", "workers"),
+    *("failures", "glossary", "profiles", "study", "effects", "claims", "verdicts"),
     *("style", "verify", "rivals", "big", "footprint", "cost", "sizes", "bench", "doctor"),
     *("plots_theory", "plots", "plots_claims", "plots_cost", "single", "chain", "__main__"),
 ]
