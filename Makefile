@@ -42,7 +42,7 @@ test: $(INSTALLED) ## Run the unit tests, then compare every notebook with its c
 		$(PY) -m pytest --nbval --nbval-current-env notebooks/*.ipynb
 
 # The oldest transformers that pyproject.toml admits; the oldest torch, 2.11.0, comes from the index as a CUDA build, with
-# 3 GB of GPU libraries, so it has to be asked for. All else is as pinned, but for setuptools, which old torch bounds.
+# 3 GB of GPU libraries, so it has to be asked for. All else is as pinned, but for what the old ones bound themselves.
 TRANSFORMERS ?= 5.17.0
 TORCH ?= 2.13.0
 COMPAT := build/compat/transformers-$(TRANSFORMERS)-torch-$(TORCH)
@@ -56,7 +56,7 @@ $(COMPATIBLE):
 	rm -rf $(COMPAT)
 	$(PYTHON) -m venv $(COMPAT)
 	@$(CONSTRAINTS)
-	grep -v -e '^torch==' -e '^transformers==' -e '^setuptools==' build/constraints.txt > $(COMPAT)/constraints.txt
+	grep -v -e '^torch==' -e '^transformers==' -e '^setuptools==' -e '^huggingface_hub==' build/constraints.txt > $(COMPAT)/constraints.txt
 	printf 'torch==$(TORCH)\ntransformers==$(TRANSFORMERS)\n' >> $(COMPAT)/constraints.txt
 	$(COMPAT)/bin/python -m pip install -c $(COMPAT)/constraints.txt 'setuptools>=77,<82'
 	$(COMPAT)/bin/python -m pip install -c $(COMPAT)/constraints.txt --no-build-isolation -e '.[notebooks,dev,distributed]'

@@ -40,7 +40,9 @@ def checkpoints(
 
 @app.command()
 def study(
-    profile: Annotated[str, typer.Option(help="smoke (tiny random models) or wheels (the catalogue).")] = "wheels",
+    profile: Annotated[
+        str, typer.Option(help="smoke (tiny random models), wheels (the catalogue) or hub (the paper's range).")
+    ] = "wheels",
     checkpoint: Annotated[
         list[str] | None, typer.Option(help="Instead of a profile: a name, folder, .gguf or hub id; repeatable.")
     ] = None,
@@ -50,6 +52,7 @@ def study(
     fresh: Annotated[bool, typer.Option("--fresh", help="Recompute every row.")] = False,
     workers: Annotated[int, typer.Option(help="Processes on this machine, each with whole checkpoints.")] = 1,
     scheduler: Annotated[str | None, typer.Option(help="Address of a Dask scheduler, tcp://host:port.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what it will take, and where.")] = False,
 ) -> None:
     """Measure checkpoints on texts, beside nulls, into a folder of tables; what is current is not computed again."""
     # Imported here, so that the catalogue answers at once.
@@ -60,10 +63,25 @@ def study(
         if folder is None:
             # The committed tables are those of the profile wheels on the built-in corpus; anything else goes elsewhere.
             committed = profile == "wheels" and not checkpoint and texts is None
-            folder = style.figures_dir() / "data" if committed else Path("build") / "study"
+            other = Path("build") / ("hub" if profile == "hub" and not checkpoint else "study")
+            folder = style.figures_dir() / "data" if committed else other
         passages = None if texts is None else corpus.read_passages(texts, "texts")
-        table = module.run(checkpoint or profile, folder, passages, fresh, device, workers=workers, scheduler=scheduler)
-        print(f"{len(table)} rows of {table['checkpoint'].nunique()} checkpoints in {folder}")
+        if dry_run:
+            print(module.preview(checkpoint or profile, passages, device))
+            return
+        options = {"workers": workers, "scheduler": scheduler}
+        incomplete = None
+        try:
+            table = module.run(checkpoint or profile, folder, passages, fresh, device, **options)
+        except module.Incomplete as error:
+            incomplete, table = error, error.table
+        names = set(table["checkpoint"])
+        print(f"{len(table)} rows of {len(names)} checkpoints in {folder}")
+        for name, commit in module.commits(folder).items():
+            if name in names:
+                print(f"  {name}: commit {commit}")
+        if incomplete:
+            raise incomplete
 
 
 @app.command()

@@ -29,10 +29,10 @@ def gates(attention: Attention) -> Attention:
 
 
 def attention_gram(left: Attention, right: Float[Tensor, "other dst src"]) -> Float[Tensor, "head other"]:
-    r""":math:`\langle A^h, A'^k\rangle_F`, float64 (T3)."""
+    r""":math:`\langle A^h, A'^k\rangle_F`, float64 (T3); on the device of the first."""
     result = torch.zeros(len(left), len(right), dtype=torch.float64, device=left.device)
     for rows in pieces(left):
-        some, others = (a[:, rows].detach().to(torch.float64).flatten(1) for a in (left, right))
+        some, others = (a[:, rows].detach().to(left.device, torch.float64).flatten(1) for a in (left, right))
         result += some @ others.T
     return result
 

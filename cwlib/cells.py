@@ -5,8 +5,9 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
+from typing import Literal
 
 import numpy as np
 import pandas as pd
@@ -15,13 +16,14 @@ import torch
 from cwlib.architectures import AttentionLayer, attention_layers
 from cwlib.capture import layers
 from cwlib.catalogue import CATALOGUE
-from cwlib.checkpoints import Checkpoint, initialise, open_checkpoint, tiny_checkpoint
+from cwlib.checkpoints import Checkpoint, initialise, open_checkpoint, outline, tiny_checkpoint
 from cwlib.cores import HeadTransports
 from cwlib.corpus import Passage
 from cwlib.metric import Layer
 from cwlib.metrics import METRICS, RARELY
 from cwlib.metrics_transport import TRIANGLES
 from cwlib.nulls import KEEP_W, NullLayer, null_layers
+from cwlib.placement import TOKENS
 from cwlib.quantise import SCHEMES, quantised
 from cwlib.statistics import WEIGHTS
 from cwlib.walk import ConnectionWalk
@@ -29,6 +31,7 @@ from cwlib.walk import ConnectionWalk
 INIT_SEEDS = (0, 1, 2)  #: seeds of the random-initialisation null
 GAUSSIAN_SEEDS = (0,)
 NULL_PASSAGES = 4  #: passages on which nulls are measured, spread evenly over the corpus
+BYTES_PER_TOKEN = 3.5  #: of a text, under tokenizers of words and parts of them: about four in English prose
 IDENTITY = ["checkpoint", "source", "seed", "passage"]  #: of a cell
 ROW = [*IDENTITY, "layer", "metric", "gauge", "at"]
 
@@ -45,6 +48,7 @@ class Cell:
     metrics: tuple[str, ...]
     dtype: str = "float32"
     setup: str = ""  # hash of configuration and tokenizer, where the catalogue does not fix them
+    tokens: int = TOKENS  # about those of the longest text of the study: a model must leave room for them
 
     @property
     def passage_name(self) -> str:
@@ -66,28 +70,44 @@ class Cell:
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:20]
 
 
-def open_weights(name: str, source: str, seed: int, device: str, dtype: str) -> Checkpoint:
+def open_weights(
+    name: str,
+    source: str,
+    seed: int,
+    device: str,
+    dtype: str,
+    offload: bool | Literal["auto"] = "auto",
+    tokens: int = TOKENS,
+) -> Checkpoint:
     """Trained weights, or those of the source ``init`` or of a scheme of `cwlib.quantise`."""
     tiny = name.startswith("tiny-") and "/" not in name
     if source == "init":
         # by name, so that the trained weights are not read: two large models need not fit
         start = tiny_checkpoint(name.removeprefix("tiny-"), dtype=dtype) if tiny else name
-        return initialise(start, seed, dtype, device)
+        return initialise(start, seed, dtype, device, offload, tokens)
     if tiny:
         found = tiny_checkpoint(name.removeprefix("tiny-"), dtype=dtype)
     else:
-        found = open_checkpoint(name, device=device, dtype=dtype)
+        # a copy is rounded, of weights that are in memory
+        offload = False if source in SCHEMES else offload
+        found = open_checkpoint(name, device=device, dtype=dtype, offload=offload, tokens=tokens)
     return quantised(found, source) if source in SCHEMES else found
 
 
-def _identity(name: str, device: str, dtype: str) -> tuple[str, str, str]:
+def approximate_tokens(text: str) -> int:
+    """About as many tokens as a text has under the tokenizers here, rather more than fewer."""
+    return round(len(text.encode()) / BYTES_PER_TOKEN)
+
+
+def _identity(name: str) -> tuple[str, str, str]:
     """The sha256 of a checkpoint's weights, a hash of its configuration and tokenizer, and its kind."""
     # Catalogue entries are addressed without opening them, so that a current table needs no download.
     if name in CATALOGUE:
         return CATALOGUE[name].sha256, "", CATALOGUE[name].kind
-    opened = open_weights(name, "trained", 0, device, dtype)
+    tiny = name.startswith("tiny-") and "/" not in name
+    opened = tiny_checkpoint(name.removeprefix("tiny-")) if tiny else outline(name)
     # What the weights mean depends on the configuration, and which tokens they see on the tokenizer.
-    config = opened.model.config.to_dict()
+    config = opened.model.config.to_dict() | {"dtype": "float32"}  # in which it is loaded
     for incidental in ("_name_or_path", "transformers_version"):
         config.pop(incidental, None)
     backend = getattr(opened.tokenizer, "backend_tokenizer", None)
@@ -101,9 +121,7 @@ def _spread(items: Sequence[Passage], count: int) -> list[Passage]:
     return [items[round(i)] for i in np.linspace(0, len(items) - 1, count)]
 
 
-def plan(
-    checkpoints: Iterable[str], texts: Sequence[Passage], control: Iterable[str] = (), device: str = "auto"
-) -> list[Cell]:
+def plan(checkpoints: Iterable[str], texts: Sequence[Passage], control: Iterable[str] = ()) -> list[Cell]:
     """The cells of a study.
 
     Parameters
@@ -115,8 +133,11 @@ def plan(
         The corpus.
     control : iterable of str
         Those of the checkpoints that are measured once more after rounding, in each scheme of `cwlib.quantise`.
-    device : str
-        Where a checkpoint that is not in the catalogue is opened to find its sha256.
+
+    Raises
+    ------
+    ValueError, cwlib.CheckpointError
+        If a checkpoint cannot be had, which is found out without its weights being loaded.
     """
     on_weights = tuple(m.name for m in METRICS.values() if m.weights_only)
     on_text = tuple(m.name for m in METRICS.values() if not m.weights_only and m.about not in RARELY)
@@ -126,8 +147,9 @@ def plan(
     on_walk = tuple(n for n in nulls if METRICS[n].about != "transport")  # what dealing out attention anew can change
     null_texts, control = _spread(texts, NULL_PASSAGES), set(control)
     cells = []
+    longest = max((approximate_tokens(passage.text) for passage in texts), default=0)
     for name in checkpoints:
-        sha, setup, kind = _identity(name, device, "float32")
+        sha, setup, kind = _identity(name)
         variants = [("trained", 0, texts, on_text)]
         variants += [("gaussian", seed, null_texts, nulls) for seed in GAUSSIAN_SEEDS]
         variants += [("init", seed, null_texts, nulls) for seed in INIT_SEEDS]
@@ -144,7 +166,7 @@ def plan(
                 # are layers alike beyond the sink that they share?
                 names = (*nulls, *pairs) if passage == null_texts[0] else nulls
                 cells.append(Cell(name, sha, "sinkless", 0, passage, names, setup=setup))
-    return cells
+    return [replace(cell, tokens=max(longest, TOKENS)) for cell in cells]
 
 
 def _measured(
@@ -226,6 +248,7 @@ def provenance(cell: Cell, checkpoint: Checkpoint) -> dict[str, object]:
         "stored_as": checkpoint.precision,
         "dtype": cell.dtype,
         "device": checkpoint.device,
+        "revision": checkpoint.revision,
         "threads": torch.get_num_threads(),
         "torch": version("torch").partition("+")[0],
         "transformers": version("transformers"),

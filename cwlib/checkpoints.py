@@ -6,21 +6,29 @@ mode, its tokenizer, and the SHA-256 of the weights it came from. Random models 
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
-from dataclasses import dataclass, field
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedModel
 
-from cwlib.loading import load_config, load_model, load_tokenizer, quiet, use_attention
-from cwlib.sources import locate
+from cwlib.catalogue import CheckpointError, cache_dir
+from cwlib.checkpoint import Checkpoint as Checkpoint
+from cwlib.loading import empty_model, laid_out, load_config, load_model, load_tokenizer, spread, use_attention
+from cwlib.placement import TOKENS, Placement, Shape, free_memory, place_model
+from cwlib.placement import require_device as require_device
+from cwlib.sources import Source, locate
 from cwlib.tiny import ByteTokenizer, random_model, tiny_config
 
-_CAUSAL = ("bloom", "clip_text_model")  # causal by their masks: their attention modules do not say so, or deny it
 DTYPES = {
     "float32": torch.float32,
     "float64": torch.float64,
@@ -29,92 +37,13 @@ DTYPES = {
 }
 
 
-@dataclass(frozen=True, eq=False)
-class Checkpoint:
-    """A loaded model with what identifies it.
-
-    Attributes
-    ----------
-    name
-        Catalogue name, folder or file name, or hub id.
-    model
-        The base model, in evaluation mode, with eager attention.
-    tokenizer
-        Callable as ``tokenizer(text)["input_ids"]``, or None.
-    sha256
-        Of the source weights (.gguf or .safetensors); empty for a live model.
-    precision
-        As the weights are stored: "float32", "Q4_1", "Q4_K_M" ...
-    device, dtype
-        Where and in which type the model is loaded.
-    """
-
-    name: str
-    model: PreTrainedModel = field(repr=False)
-    tokenizer: Any = field(repr=False)
-    sha256: str
-    precision: str
-    device: str
-    dtype: str
-
-    @property
-    def kind(self) -> str:
-        """One of "decoder", where attention is causal, "encoder" and "encoder-decoder"."""
-        if getattr(self.model.config, "is_encoder_decoder", False):
-            return "encoder-decoder"
-        if self.model.config.model_type in _CAUSAL:
-            return "decoder"
-        flags = [module.is_causal for module in self.model.modules() if hasattr(module, "is_causal")]
-        if not flags:  # attention that does not say: MPNet, and decoders with code older than the flag
-            names = self.model.config.architectures or ()
-            flags = [name.endswith(("CausalLM", "LMHeadModel")) for name in names]
-            flags.append(getattr(self.model.config, "is_decoder", False))
-        return "decoder" if any(flags) else "encoder"
-
-    @property
-    def parameters(self) -> int:
-        """Number of parameters of the base model."""
-        return sum(parameter.numel() for parameter in self.model.parameters())
-
-    @property
-    def context_length(self) -> int | None:
-        """Longest input in tokens; None when the model sets no limit."""
-        limit = getattr(self.model.config, "max_position_embeddings", None)
-        if limit is None:
-            return None
-        for name, module in self.model.named_modules():
-            # MPNet and RoBERTa count positions from padding_idx + 1
-            if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
-                return limit - module.padding_idx - 1
-        return limit
-
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text, with the special tokens that the tokenizer adds by default.
-
-        Raises
-        ------
-        ValueError
-            If there is no tokenizer, the text is blank, or it is longer than the context.
-        """
-        if self.tokenizer is None:
-            raise ValueError(f"text: {self.name} has no tokenizer; pass token ids, or open it with tokenizer=...")
-        if not text.strip():
-            raise ValueError(f"text: expected some words, got {text!r}")
-        with quiet():  # too long a text gets our error, not a warning beforehand
-            ids = list(self.tokenizer(text)["input_ids"])
-        if self.context_length is not None and len(ids) > self.context_length:
-            raise ValueError(
-                f"text: {len(ids)} tokens, but {self.name} takes at most {self.context_length}: shorten it"
-            )
-        return ids
-
-
 def open_checkpoint(
     source: str | os.PathLike | PreTrainedModel,
     device: str = "auto",
     dtype: str = "float32",
     tokenizer: Any = None,
-    offload: bool = False,
+    offload: bool | Literal["auto"] = False,
+    tokens: int = TOKENS,
 ) -> Checkpoint:
     """Open a checkpoint for measuring.
 
@@ -131,7 +60,8 @@ def open_checkpoint(
         - a live `PreTrainedModel`: used where it is, in its own dtype, without a copy. It is switched to
           evaluation mode and eager attention, and keeps its requires_grad.
     device
-        "auto" (CUDA if there is any, else the CPU) or a torch device.
+        "auto" (CUDA if there is any, else the CPU) or a torch device. Without a number CUDA means all devices there
+        are: accelerate deals out the layers of a model that is too large for the first.
     dtype
         "float32", "float64", "bfloat16" or "float16".
     tokenizer
@@ -139,6 +69,9 @@ def open_checkpoint(
     offload
         For a model larger than memory: its weights stay in their safetensors files, and accelerate brings in those of
         a module for the time of its forward pass (on CUDA it fills the devices, then memory, and leaves the rest).
+        "auto": only if the model and what measuring it takes do not fit (`cwlib.placement`).
+    tokens
+        Of the longest text for which "auto", or several devices, are to leave room.
 
     Raises
     ------
@@ -147,22 +80,49 @@ def open_checkpoint(
     CheckpointError
         If the checkpoint cannot be fetched, is damaged, or does not fill the model.
     """
+    if offload not in (True, False, "auto"):
+        raise ValueError(f"offload: expected True, False or 'auto', got {offload!r}")
     if isinstance(source, PreTrainedModel):
-        if offload:
+        if offload is True:
             raise ValueError("offload: a live model is in memory already; open its folder instead")
         return _live(source, device, dtype, tokenizer)
     place, torch_dtype = require_device(device), _dtype(dtype)
     found = locate(source)
     tokenizer = load_tokenizer(found.folder) if tokenizer is None else tokenizer
-    if offload:
-        if not found.safetensors:
-            raise ValueError(f"offload: expected safetensors files, got {found.weights[0]}; convert it first")
+    if offload is True and not found.safetensors:
+        raise ValueError(f"offload: expected safetensors files, got {found.weights[0]}; convert it first")
+    model = _load(found, place, torch_dtype, offload, tokens).requires_grad_(False)
+    _compute_experts(model, torch_dtype)
+    facts = found.sha256, found.precision, str(place), dtype, found.revision
+    return Checkpoint(found.name, model, tokenizer, *facts)
+
+
+def _load(found: Source, place: torch.device, dtype: torch.dtype, offload: bool | str, tokens: int) -> PreTrainedModel:
+    where = Placement("memory")
+    if offload or (place.type == "cuda" and place.index is None and torch.cuda.device_count() > 1):
+        shape = Shape.of_model(empty_model(found.folder))
+        where = place_model(shape, place, tokens, _name(dtype), offload is True)
+        if where.kind == "files" and not (offload and found.safetensors):
+            where = Placement("memory")
+    if where.kind != "memory":
         device_map = "auto" if place.type == "cuda" else {"": "disk"}
-        model = load_model(found.folder, torch_dtype, True, device_map)
-    else:
-        model = load_model(found.folder, torch_dtype, found.safetensors).to(place)
-    _compute_experts(model.requires_grad_(False), torch_dtype)
-    return Checkpoint(found.name, model, tokenizer, found.sha256, found.precision, str(place), dtype)
+        return load_model(found.folder, dtype, found.safetensors, device_map, where.max_memory)
+    if place.type == "cuda" and sum(path.stat().st_size for path in found.weights) > _room_beside():
+        return load_model(found.folder, dtype, found.safetensors, {"": str(place)})  # without a stop in memory
+    return load_model(found.folder, dtype, found.safetensors).to(place)
+
+
+def outline(source: str | os.PathLike) -> Checkpoint:
+    """A checkpoint whose model has no weights (they are on the meta device): its identity, kind and tokenizer.
+
+    Parameters
+    ----------
+    source
+        A catalogue name, folder, .gguf file or hub id, as for `open_checkpoint`; errors as there.
+    """
+    found = locate(source)
+    facts = found.sha256, found.precision, "meta", "float32", found.revision
+    return Checkpoint(found.name, empty_model(found.folder), load_tokenizer(found.folder), *facts)
 
 
 def initialise(
@@ -170,6 +130,8 @@ def initialise(
     seed: int,
     dtype: str = "float32",
     device: str = "auto",
+    offload: bool | Literal["auto"] = False,
+    tokens: int = TOKENS,
 ) -> Checkpoint:
     """The same architecture and tokenizer with freshly initialised weights: a null model.
 
@@ -182,24 +144,34 @@ def initialise(
         What `open_checkpoint` takes, or a `Checkpoint`; only its configuration and tokenizer are used.
     seed
         Of the weights; the name says it, as in "minilm-l6@init0".
-    dtype, device
-        As in `open_checkpoint`.
+    dtype, device, offload, tokens
+        As in `open_checkpoint`. Weights that stay on the disk are written to the cache folder, and the system keeps as
+        much of them in memory as there is room for; they go with the model.
 
     Raises
     ------
     ValueError, CheckpointError
-        As `open_checkpoint`.
+        As `open_checkpoint`; and if the disk has no room for the weights.
     """
     place, torch_dtype = require_device(device), _dtype(dtype)
     if isinstance(source, PreTrainedModel):
         source = open_checkpoint(source)
     if isinstance(source, Checkpoint):
-        name, config, tokenizer = source.name, source.model.config, source.tokenizer
+        name, config, tokenizer, revision = source.name, source.model.config, source.tokenizer, source.revision
     else:
         found = locate(source)
         name, config, tokenizer = found.name, load_config(found.folder), load_tokenizer(found.folder)
-    model = random_model(config, seed, rescale=False)
-    return _random_checkpoint(f"{name}@init{seed}", model, tokenizer, f"initialise {seed}", torch_dtype, place)
+        revision = found.revision
+    where, in_files = Placement("memory"), False
+    if offload:
+        shape = Shape.of_model(laid_out(copy.deepcopy(config)))
+        where = place_model(shape, place, tokens, dtype, offload is True)
+        in_files = where.kind == "files" or (place.type == "cuda" and shape.weights() > _room_beside())
+    with _scratch(shape.weights()) if in_files else nullcontext() as folder:
+        model = random_model(config, seed, rescale=False, folder=folder)
+    recipe = f"initialise {seed}"
+    checkpoint = _random_checkpoint(f"{name}@init{seed}", model, tokenizer, recipe, torch_dtype, place, where)
+    return replace(checkpoint, revision=revision)
 
 
 def tiny_checkpoint(family: str, seed: int = 0, dtype: str = "float32", **overrides: Any) -> Checkpoint:
@@ -249,8 +221,31 @@ def _compute_experts(model: PreTrainedModel, dtype: torch.dtype) -> None:
         model.set_experts_implementation("eager")
 
 
+def _room_beside() -> int:
+    return free_memory(torch.device("cpu"))["cpu"]
+
+
+@contextmanager
+def _scratch(needed: int) -> Iterator[Path]:
+    """A folder on the disk of the cache that is gone when the weights in it are mapped."""
+    cache_dir().mkdir(parents=True, exist_ok=True)
+    if (free := shutil.disk_usage(cache_dir()).free) < needed:
+        raise CheckpointError(
+            f"random weights take {needed / 1e9:.1f} GB in {cache_dir()}, but {free / 1e9:.1f} GB are free: free some "
+            "space, or point CWLIB_CACHE at a larger disk"
+        )
+    with tempfile.TemporaryDirectory(prefix="init-", dir=cache_dir()) as folder:
+        yield Path(folder)
+
+
 def _random_checkpoint(
-    name: str, model: PreTrainedModel, tokenizer: Any, recipe: str, dtype: torch.dtype, device: torch.device
+    name: str,
+    model: PreTrainedModel,
+    tokenizer: Any,
+    recipe: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    where: Placement = Placement("memory"),  # noqa: B008 - it is frozen
 ) -> Checkpoint:
     ignored = ("transformers_version", "dtype", "_name_or_path", "architectures")
     config = {key: value for key, value in model.config.to_dict().items() if key not in ignored}
@@ -258,24 +253,16 @@ def _random_checkpoint(
     digest = hashlib.sha256(text.encode()).hexdigest()
     for parameter in model.parameters():  # and no buffer: rotary frequencies stay float32, as in from_pretrained
         parameter.data = parameter.data.to(dtype)
-    model = model.to(device).eval().requires_grad_(False)
-    _compute_experts(model, dtype)
-    return Checkpoint(name, model, tokenizer, digest, "float32", str(device), str(dtype).removeprefix("torch."))
+    if where.max_memory is not None:
+        model = spread(model, where.max_memory)
+    else:
+        model = model if where.kind == "files" else model.to(device)
+    _compute_experts(model.eval().requires_grad_(False), dtype)
+    return Checkpoint(name, model, tokenizer, digest, "float32", str(device), _name(dtype))
 
 
-def require_device(device: str) -> torch.device:
-    """The device of a name; ValueError if torch does not know it, or there is none."""
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        place = torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f"device: expected 'auto' or a torch device, got {device!r}") from error
-    if place.type == "meta":
-        raise ValueError("device: expected one that holds numbers, got 'meta'")
-    if place.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device: {device!r} was asked for, but torch finds no CUDA device; use 'auto' or 'cpu'")
-    return place
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _dtype(dtype: str) -> torch.dtype:

@@ -20,7 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from cwlib._types import HeadGram, Output, Value
-from cwlib.kernels import gram, grams, workspace
+from cwlib.kernels import composition_forms, gram, grams, workspace
 from cwlib.validation import require_finite
 
 HeadCores = Float[Tensor, "head other d_head d_other"]
@@ -164,8 +164,8 @@ class HeadTransports:
         if right not in self._grams:
             # <O_h V_h, O'_k V'_k> = <O_h V_h V'_k^T, O'_k>, and heads of a group share V: a product of d_model x d_head
             # with d_head x d_head for every query head and every value head of the other layer.
-            theirs = right._o.unflatten(0, (right.kv_heads, -1)).flatten(2)
-            mine, value, other_value = self._o, self._v, right._v
+            theirs = right._o.to(self.output.device).unflatten(0, (right.kv_heads, -1)).flatten(2)
+            mine, value, other_value = self._o, self._v, right._v.to(self.output.device)
             columns = []
             per_value_head = 16 * self.heads * self.d_model * right.d_head
             for some in torch.arange(right.kv_heads).split(max(1, workspace(mine.device) // per_value_head)):
@@ -228,16 +228,8 @@ class HeadTransports:
         :math:`R_{hh'll'} = tr((T_h T_l)^T T_{h'} T_{l'}) = tr(C_{hl}^T P_{hh'} C_{h'l'} B_{l'l})`, which give the inner
         product and the norms in the holonomy defect of a triangle.
         """
-        grouped = self.kv_heads, self.groups
-        p, b = self.output_cores(), self._shared_value_cores
         c = torch.einsum("xad,ldb->xlab", self._v, self._o)
-        outer = torch.einsum("hxnab,xmbc->hxnmac", p.unflatten(1, grouped), c)  # P_hk C_km
-        outer = outer.flatten(1, 2).unflatten(2, grouped).unflatten(0, grouped)
-        inner = torch.einsum("ylab,xlcb->xlyac", self.per_head(b, 1), c)  # B_ml C_hl^T
-        p = p.unflatten(1, grouped).unflatten(0, grouped)
-        cubic = torch.einsum("xhymac,xlyca->xhlym", p, inner)
-        form = torch.einsum("xhkymac,xlyca->xhklym", outer, inner)
-        return cubic.reshape(3 * (self.heads,)), form.reshape(4 * (self.heads,))
+        return composition_forms(self.output.detach(), self.per_head(self._shared_value_cores, 1), c)
 
     @cached_property
     def product_traces(self) -> HeadGram:

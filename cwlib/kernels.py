@@ -70,3 +70,27 @@ def gram(rows: Float[Tensor, "row column"]) -> Float[Tensor, "row row"]:
         result[start : start + step, : start + step] = block
         result[:start, start : start + step] = block[:, :start].T
     return result
+
+
+def composition_forms(
+    output: Float[Tensor, "head d_model d_head"],
+    value_cores: Float[Tensor, "kv_head head d_head d_head"],
+    mixed_cores: Float[Tensor, "kv_head head d_head d_head"],
+) -> tuple[Float[Tensor, "head head head"], Float[Tensor, "head head head head"]]:
+    """The cubic and the quartic form of `HeadTransports.triangle_forms`, from O, B_yl = V_y V_l^T and C_xl = V_x O_l.
+
+    For every head h, P_hk C_km for all k and m takes (H d_head)^2 numbers: only a few heads are computed at a time.
+    """
+    (heads, _, d), kv = output.shape, len(mixed_cores)
+    groups, all_heads = heads // kv, output.to(torch.float64)
+    step = max(1, workspace(output.device) // (32 * (heads * d) ** 2))
+    forms = []
+    for x in range(kv):
+        inner = torch.einsum("ylab,lcb->lyac", value_cores, mixed_cores[x])  # B_yl C_xl^T, for all heads of a group
+        for some in all_heads[x * groups : (x + 1) * groups].split(step):
+            p = torch.einsum("hda,kdb->hkab", some, all_heads).unflatten(1, (kv, groups))
+            outer = torch.einsum("hxnab,xmbc->hxnmac", p, mixed_cores).flatten(1, 2).unflatten(2, (kv, groups))
+            cubic = torch.einsum("hymac,lyca->hlym", p, inner).flatten(2)
+            forms.append((cubic, torch.einsum("hkymac,lyca->hklym", outer, inner).flatten(3)))
+    cubic, quartic = map(torch.cat, zip(*forms, strict=True))
+    return cubic, quartic

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import dispatch_model, infer_auto_device_map
+from accelerate.utils import get_balanced_memory
 from transformers import AutoConfig, AutoModel, AutoTokenizer, GgufConfig, PreTrainedModel
 from transformers.utils import logging
 
@@ -58,17 +60,37 @@ def load_config(folder: Path) -> Any:
 
 def empty_model(folder: Path) -> PreTrainedModel:
     """The base model of a folder's configuration without weights, on the meta device; `CheckpointError` if unknown."""
-    with _explained(f"the model of {folder} could not be laid out"), torch.device("meta"):
-        return AutoModel.from_config(AutoConfig.from_pretrained(folder, **_LOCAL), attn_implementation="eager").eval()
+    with _explained(f"the model of {folder} could not be laid out"):
+        return laid_out(AutoConfig.from_pretrained(folder, **_LOCAL))
+
+
+def laid_out(config: Any) -> PreTrainedModel:
+    """The base model of a configuration, which it may change, without weights on the meta device."""
+    with quiet(), torch.device("meta"):
+        return AutoModel.from_config(config, attn_implementation="eager").eval()
+
+
+def spread(model: PreTrainedModel, max_memory: dict[int | str, int]) -> PreTrainedModel:
+    """Deal out the layers of a model that is on the CPU over the devices that have room; the rest stays there."""
+    whole = sorted(model._no_split_modules or ())
+    room = get_balanced_memory(model, max_memory | {"cpu": 2**62}, no_split_module_classes=whole)
+    device_map = infer_auto_device_map(model, room, no_split_module_classes=whole)
+    with quiet():
+        return dispatch_model(model, device_map, skip_keys=model._skip_keys_device_placement, force_hooks=True)
 
 
 def load_model(
-    folder: Path, dtype: torch.dtype, safetensors: bool, device_map: str | dict[str, str] | None = None
+    folder: Path,
+    dtype: torch.dtype,
+    safetensors: bool,
+    device_map: str | dict[str, str] | None = None,
+    max_memory: dict[int | str, int] | None = None,
 ) -> PreTrainedModel:
     """The base model in a folder of the hub's layout, with eager attention, in evaluation mode.
 
-    It is on the CPU, or where accelerate puts it by ``device_map``; what goes to "disk" stays in its safetensors file.
-    transformers reads a .bin file (`safetensors` False) with torch's `weights_only`, which runs no pickled code.
+    It is on the CPU, or where accelerate puts it by ``device_map`` and ``max_memory`` (bytes per device); what goes to
+    "disk" stays in its safetensors file. transformers reads a .bin file (`safetensors` False) with torch's
+    `weights_only`, which runs no pickled code.
 
     Raises
     ------
@@ -79,7 +101,7 @@ def load_model(
     if device_map is not None:
         # only weights that must be rearranged are written there; the folder goes with the model
         scratch = tempfile.TemporaryDirectory(prefix="cwlib-offload-")
-        placed = {"device_map": device_map, "offload_folder": scratch.name}
+        placed = {"device_map": device_map, "max_memory": max_memory, "offload_folder": scratch.name}
     with _explained(f"{folder} could not be loaded"):
         model, info = AutoModel.from_pretrained(
             folder,
@@ -94,7 +116,8 @@ def load_model(
     _refuse_partial_load(model, info, str(folder))
     if device_map is not None:
         weakref.finalize(model, scratch.cleanup)
-        if any(key.startswith("pooler.") for key in info["missing_keys"]):
+        on_disk = "disk" in getattr(model, "hf_device_map", {}).values()
+        if on_disk and any(key.startswith("pooler.") for key in info["missing_keys"]):
             model.pooler = None  # there is nothing on the disk to bring in
     return model.eval()
 

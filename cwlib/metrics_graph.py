@@ -45,7 +45,8 @@ def _of(walk: AnyTokenWalk) -> TokenWalk:
 
 def depth_step(before: AnyTokenWalk, after: AnyTokenWalk) -> float:
     r"""Total variation between layers, :math:`\frac1n\sum_i \frac12\sum_j |W'_{ij} - W_{ij}|` in [0, 1]."""
-    return float((_of(after).matrix - _of(before).matrix).abs().sum(1).mean() / 2)
+    there = _of(after).matrix
+    return float((there - _of(before).matrix.to(there.device)).abs().sum(1).mean() / 2)
 
 
 def operator_cosine(before: ConnectionWalk, after: ConnectionWalk) -> float:

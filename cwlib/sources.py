@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import hashlib
 import json
@@ -10,17 +11,28 @@ import re
 import sys
 from collections import Counter
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from safetensors import SafetensorError, safe_open
 
-from cwlib.catalogue import CATALOGUE, CheckpointError, cached_folder, problems, read_provenance, sha256_of
+from cwlib.catalogue import (
+    CATALOGUE,
+    CheckpointError,
+    HubUnreachable,
+    cached_folder,
+    problems,
+    read_provenance,
+    sha256_of,
+)
 from cwlib.fetch import DTYPE_NAMES, convert_gguf, fetch
+from cwlib.hub import HUB
+from cwlib.network import refusal, why_unreachable
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_FORMATS = ("*.safetensors", "*.bin")  # of weights, the preferred one first
 
 
 @dataclass(frozen=True)
@@ -32,6 +44,7 @@ class Source:
     weights: tuple[Path, ...]
     precision: str
     recorded: str = ""
+    revision: str = ""  # the commit, of a snapshot from the hub
 
     @property
     def safetensors(self) -> bool:
@@ -82,6 +95,18 @@ def locate(source: str | os.PathLike) -> Source:
     )
 
 
+def here(source: str) -> Source | None:
+    """A folder, or a hub id that is in the hub's cache; None for anything else. No network is used."""
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return _in_folder(path.resolve().name, path)
+    if not _HUB_ID.fullmatch(source):
+        return None
+    pinned = HUB[source].revision if source in HUB else None
+    folder = _cached(source, pinned) or _cached(source, None)
+    return folder and _in_folder(source, folder)
+
+
 def _catalogued(name: str) -> Source:
     folder, item = cached_folder(name), CATALOGUE[name]
     if not folder.exists():
@@ -108,9 +133,16 @@ def _in_folder(name: str, folder: Path) -> Source:
     if not weights:
         raise CheckpointError(f"{folder} has a config.json but no weights: expected model.safetensors")
     if weights[0].suffix == ".safetensors":
-        return Source(name, folder, tuple(weights), _stored_precision(weights))
-    config = json.loads((folder / "config.json").read_text("utf-8"))
-    return Source(name, folder, tuple(weights), config.get("dtype") or config.get("torch_dtype") or "unstated")
+        stored = _stored_precision(weights)
+    else:
+        config = json.loads((folder / "config.json").read_text("utf-8"))
+        stored = config.get("dtype") or config.get("torch_dtype") or "unstated"
+    return Source(name, folder, tuple(weights), stored, revision=_revision(folder))
+
+
+def _revision(folder: Path) -> str:
+    place = folder.resolve()  # the hub's client calls a snapshot by its commit
+    return place.name if place.parent.name == "snapshots" and _COMMIT.fullmatch(place.name) else ""
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -142,29 +174,44 @@ def _stored_precision(weights: list[Path]) -> str:
 
 
 def _hub_folder(repo: str) -> Path:
-    def snapshot(weights: str, cached: bool) -> Path | None:
-        wanted = ["*.json", "*.txt", "*.model", weights]
-        unwanted = ["*/*", "consolidated*"]  # other formats of the same weights
-        options = {"allow_patterns": wanted, "ignore_patterns": unwanted, "local_files_only": cached}
-        folder = Path(snapshot_download(repo, **options))
-        return folder if (folder / "config.json").is_file() and _weight_files(folder) else None
+    """The snapshot of a model: the commit that is pinned, from the cache or else the hub.
 
-    for cached in (True, False):
-        for weights in ("*.safetensors", "*.bin"):
-            try:
-                if folder := snapshot(weights, cached):
-                    return folder
-            except Exception as error:  # the hub client's errors have no common base
-                if cached:
-                    continue
-                if isinstance(error, GatedRepoError):
-                    why = "its authors grant access on request: ask on its page, then run `hf auth login`"
-                elif isinstance(error, RepositoryNotFoundError):
-                    why = "the hub has no such model, or it is private (then run `hf auth login`)"
-                else:
-                    why = "it is not in the hub's cache, and the hub cannot be reached"
-                raise CheckpointError(
-                    f"{repo}: {why}. Without the hub there are {', '.join(CATALOGUE)}, folders and .gguf. "
-                    f"The hub's client said: {error}"
-                ) from error
+    Without a network another commit, if the cache has one, is better than nothing; its name is kept with the results.
+    """
+    pinned = HUB[repo].revision if repo in HUB else None
+    if folder := _cached(repo, pinned):
+        return folder
+    if why := why_unreachable():
+        if pinned and (folder := _cached(repo, None)):
+            _tell(f"{repo}: commit {pinned[:12]}, which is meant, is not in the hub's cache; taking {folder.name[:12]}")
+            return folder
+        raise HubUnreachable(f"{repo}: {why}. Without the hub there are {', '.join(CATALOGUE)}, folders and .gguf")
+    for weights in _FORMATS:
+        try:
+            if folder := _snapshot(repo, pinned, weights, False):
+                return folder
+        except Exception as error:  # the hub client's errors have no common base
+            raise CheckpointError(f"{repo}: {refusal(repo, error)}. The hub's client said: {error}") from error
     raise CheckpointError(f"{repo}: the hub has no config.json with .safetensors or .bin weights at its top level")
+
+
+@cache
+def _tell(message: str) -> None:  # once
+    print(f"cwlib: {message}", file=sys.stderr)
+
+
+def _cached(repo: str, revision: str | None) -> Path | None:
+    for weights in _FORMATS:
+        # whatever is wrong with what the cache has of it: it is not there, or not whole
+        with contextlib.suppress(Exception):
+            if folder := _snapshot(repo, revision, weights, True):
+                return folder
+    return None
+
+
+def _snapshot(repo: str, revision: str | None, weights: str, cached: bool) -> Path | None:
+    wanted = ["*.json", "*.txt", "*.model", weights]
+    unwanted = ["*/*", "consolidated*"]  # other formats of the same weights
+    options = {"allow_patterns": wanted, "ignore_patterns": unwanted, "local_files_only": cached}
+    folder = Path(snapshot_download(repo, revision=revision, **options))
+    return folder if (folder / "config.json").is_file() and _weight_files(folder) else None

@@ -9,26 +9,26 @@ a rerun computes only what is missing.
 import hashlib
 import json
 import os
+import sys
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from uuid import uuid4
 
 import pandas as pd
 from tqdm import tqdm
 
-from cwlib.catalogue import CATALOGUE, cache_dir
-from cwlib.cells import IDENTITY, ROW, WEIGHTS, Cell, plan
-from cwlib.corpus import Passage, passages
-from cwlib.metrics import METRICS
+from cwlib.catalogue import CheckpointError, cache_dir
+from cwlib.cells import IDENTITY, ROW, Cell, plan
+from cwlib.corpus import Passage
+from cwlib.estimate import overview
+from cwlib.failures import Failures
+from cwlib.failures import Incomplete as Incomplete
+from cwlib.glossary import glossary as glossary
+from cwlib.profiles import PROFILES as PROFILES
+from cwlib.profiles import asked_for
+from cwlib.profiles import corpus_of as corpus_of
 from cwlib.workers import executors, results
-
-PROFILES = {
-    # name -> checkpoints, and those of them that are measured once more after rounding
-    "smoke": (("tiny-bert", "tiny-llama"), ("tiny-bert",)),
-    "wheels": (tuple(CATALOGUE), tuple(name for name, item in CATALOGUE.items() if item.precision == "float32")),
-}
 
 
 def _write(path: Path, write: Callable[[Path], object]) -> None:
@@ -50,7 +50,11 @@ def committed(folder: Path) -> tuple[pd.DataFrame, pd.DataFrame] | None:
     if not (folder / "study.csv").exists() or not (folder / "cells.csv").exists():
         return None
     table = _read(folder / "study.csv", {"seed": int, "layer": int, "at": str, "value": float}, [*ROW, "value"])
-    cells = _read(folder / "cells.csv", {"seed": int}, [*IDENTITY, "key", "digest", "kind", "stored_as", "parameters"])
+    cells = _read(
+        folder / "cells.csv",
+        {"seed": int, "revision": str},
+        [*IDENTITY, "key", "digest", "kind", "stored_as", "parameters"],
+    )
     digests = {identity: _digest(rows) for identity, rows in table.groupby(IDENTITY)}
     whole = [digests.get(tuple(c[i] for i in IDENTITY)) == c["digest"] for _, c in cells.iterrows()]
     return table[[*ROW, "value"]], cells.assign(whole=whole)
@@ -100,11 +104,15 @@ def _stored(work: Path, cell: Cell) -> tuple[pd.DataFrame, pd.DataFrame] | None:
     return rows, pd.DataFrame([origin | name | {"digest": _digest(rows)}])
 
 
-def corpus_of(profile: str | Path | Sequence[str | Path]) -> Sequence[Passage]:
-    """The texts that a profile is measured on unless others are given: a few words for tiny models, else the corpus."""
-    if profile == "smoke":  # tiny models count bytes as tokens
-        return [replace(p, text=p.text[:60]) for p in passages()[:2]]
-    return passages()
+def preview(
+    profile: str | Path | Sequence[str | Path], texts: Sequence[Passage] | None = None, device: str = "auto"
+) -> str:
+    """What `run` with these arguments would take, checkpoint by checkpoint, and what this machine has.
+
+    Nothing is downloaded or computed but the speed of a matrix product; see `cwlib.estimate.overview`.
+    """
+    names, _, texts = asked_for(profile, texts)
+    return overview(names, texts, device)
 
 
 def run(
@@ -121,9 +129,10 @@ def run(
 
     Parameters
     ----------
-    profile : "smoke", "wheels" or sequence of str
+    profile : "smoke", "wheels", "hub" or sequence of str
         A profile, or checkpoints of your own: catalogue names, folders, .gguf files or hub ids. ``smoke`` takes tiny
-        random models, in seconds; ``wheels`` takes real checkpoints from the package index.
+        random models, in seconds; ``wheels`` takes real checkpoints from the package index; ``hub`` takes the paper's
+        range, 124 million to 8 billion parameters, from the model hub: for a GPU and the network.
     folder : path, optional
         Where ``study.csv`` (the rows), ``cells.csv`` (where each came from), ``glossary.csv`` and, for work,
         ``study.parquet`` (both joined) are kept. Rows found there are reused when their cell's key is current; rows of
@@ -135,7 +144,8 @@ def run(
     device : str
         As in `cwlib.open_checkpoint`.
     progress : bool
-        Show a bar with the time left.
+        Show a bar with the time left; before it, except for the profiles that README tells the cost of, what each
+        checkpoint will take (`cwlib.estimate.overview`).
     workers, scheduler
         Where cells are computed; as in `cwlib.workers.executors`.
 
@@ -147,40 +157,30 @@ def run(
     Raises
     ------
     ValueError
-        If the profile is unknown, or as in `cwlib.workers.executors`.
-    cwlib.CheckpointError
-        If a checkpoint cannot be had. Cells already computed are kept.
+        If the profile or a name in it is unknown, or as in `cwlib.workers.executors`; before anything is computed.
+    Incomplete
+        When all else is done and written, if some checkpoints could not be had or measured. Of a single checkpoint its
+        own error, as `cwlib.CheckpointError`. Cells already computed are kept.
     """
-    if isinstance(profile, str):
-        if profile not in PROFILES:
-            raise ValueError(
-                f"profile: expected one of {', '.join(PROFILES)} or a list of checkpoints, got {profile!r}; "
-                f"for one checkpoint write [{profile!r}]"
-            )
-        names, control = PROFILES[profile]
-    else:
-        listed = [profile] if isinstance(profile, Path) else profile
-        # a Path is a folder, never a name of the catalogue
-        names = tuple(dict.fromkeys(str(p.resolve()) if isinstance(p, Path) else p for p in listed))
-        control = ()
-        if not names:
-            raise ValueError("profile: expected a profile or at least one checkpoint, got none")
-    texts = corpus_of(profile) if texts is None else texts
-    if not all(isinstance(p, Passage) for p in texts):
-        raise ValueError("texts: expected passages; read your files with cwlib.corpus.read_passages(path)")
-    if len({p.name for p in texts}) < len(texts):
-        raise ValueError("texts: expected passages of different names, got one twice; rename it")
+    names, control, texts = asked_for(profile, texts)
     folder = None if folder is None else Path(folder)
     work = cache_dir() / "study"
-    cells = plan(names, tuple(texts), control, device)
+    if progress and profile not in ("smoke", "wheels"):
+        print(overview(names, texts, device), file=sys.stderr)
+    failed = Failures(progress)
+    cells = _planned(names, texts, control, failed)
 
     earlier = _committed(folder)
     known = set() if earlier is None or fresh else set(earlier[1]["key"])
     missing = {c.key: c for c in cells if c.key not in known and (fresh or _stored(work, c) is None)}
-    _compute(list(missing.values()), work, device, progress, workers, scheduler)
+    _compute(list(missing.values()), work, device, progress, workers, scheduler, failed)
+    if failed and set(names) <= failed.keys():
+        raise next(iter(failed.values())) if len(names) == 1 else Incomplete(failed, pd.DataFrame(columns=ROW))
 
     tables, origins = [], []
     for cell in cells:
+        if cell.checkpoint in failed:
+            continue
         if cell.key in known:
             name = {"checkpoint": cell.checkpoint, "passage": cell.passage_name}
             origin = earlier[1][earlier[1]["key"] == cell.key].iloc[:1]
@@ -201,17 +201,38 @@ def run(
         _write(folder / "cells.csv", lambda p: origin.to_csv(p, index=False))
         _write(folder / "glossary.csv", lambda p: glossary().to_csv(p, index=False))
         _write(folder / "study.parquet", lambda p: whole.merge(origin, on=IDENTITY).to_parquet(p, index=False))
+    if failed:
+        raise Incomplete(dict(failed), table) from next(iter(failed.values()))
     return table
 
 
+def _planned(
+    names: Sequence[str], texts: tuple[Passage, ...], control: Sequence[str], failed: dict[str, Exception]
+) -> list[Cell]:
+    """The cells of all checkpoints that can be had."""
+    cells: list[Cell] = []
+    for name in names:
+        try:
+            cells += plan((name,), texts, (name,) if name in control else ())
+        except (CheckpointError, OSError) as error:
+            failed[name] = error
+    return cells
+
+
 def _compute(
-    missing: Sequence[Cell], work: Path, device: str, progress: bool, workers: int, scheduler: str | None
+    missing: Sequence[Cell],
+    work: Path,
+    device: str,
+    progress: bool,
+    workers: int,
+    scheduler: str | None,
+    failed: dict[str, Exception],
 ) -> None:
     """Compute cells and store each as soon as it is done."""
     if not missing:
         return
     with executors(workers, scheduler) as pools, tqdm(total=len(missing), unit="cell", disable=not progress) as bar:
-        for cell, rows, origin in results(missing, device, pools):
+        for cell, rows, origin in results(missing, device, pools, failed):
             text = json.dumps(origin | {"digest": _digest(rows)})
             _write(work / f"{cell.key}.json", lambda p, text=text: p.write_text(text))
             # Last, for its presence marks the cell as done.
@@ -245,51 +266,10 @@ def load(folder: str | Path) -> pd.DataFrame:
     return table.assign(depth=table["layer"] / last.clip(lower=1))
 
 
-COLUMNS = {
-    "checkpoint": "catalogue name, folder or hub id",
-    "source": "trained, or a null: gaussian (O_h, V_h drawn at random), init (random initialisation), "
-    "shuffled (attention dealt out to the heads anew), sinkless (decoders: token 0 removed); or trained weights "
-    "rounded to a format of gguf: q4_1, q5_0",
-    "seed": "seed of a null; 0 for trained weights",
-    "passage": f"text of the corpus; {WEIGHTS}: the value depends on weights only",
-    "layer": "attention layer from 0; a step is filed under the later of its two layers",
-    "metric": "name of the quantity; the rows below explain each",
-    "gauge": "token walk looked at: mean (what attends) or norm (what flows); empty: does not matter",
-    "at": "where a metric that is a function is evaluated (the eigenvalue of a spectral density); else empty",
-    "value": "the metric's value, averaged over heads where it is one per head",
-    "key": "cells.csv: content address of a cell; a new one means that it is computed again",
-    "stored_as": "cells.csv: precision of the weights on disk; they are expanded to dtype before the model runs",
-    "digest": "cells.csv: hash of the cell's rows in study.csv, which tells whether they are whole",
-    "sha256, parameters, dtype, device, threads, torch, transformers": "cells.csv: of the weights, and with what a "
-    "cell was computed",
-    "late, change": "effects.csv: trained mean over the last third of layers, and that minus the first third's; "
-    "null_late, null_change: of the null",
-    "late_gap, change_gap": "effects.csv: trained minus null; low, high: 95% interval over shared passages; effect: "
-    "mean over standard deviation between passages",
-    "size, shift": "rounding.csv: mean absolute trained value, and mean absolute difference that rounding "
-    "makes; late_shift, change_shift: of the last third, and of the change, with sign; null_distance: a yardstick",
-    "rho": "evidence.csv: Spearman correlation of the metric with depth; low, high: 95% bootstrap over passages; it "
-    "and what follows are positive where the claim has it so",
-    "passages": "evidence.csv: number of passages resampled; 0: depends on weights only, no interval",
-    "sinkless, gain, gap": "evidence.csv: change without token 0; change minus that of the null that is hardest to "
-    "beat, named by null; late layers minus those of the hardest null; each with low and high",
-    "verdict, fragile": "evidence.csv: by the rules in cwlib/claims.py; whether rounding could change it, where shift "
-    "is what it may move a change by",
-    "group, slope": "scale.csv: checkpoints compared, and the slope of the gain over log10 parameters; low, high: 95% "
-    "over models; text_low, text_high: over passages",
-    "H, d, d_head, n_kv": "heads, dimension of a token's vector, of a head, number of value heads",
-    "s, r": "singular values of a map, and the largest rank that its shape allows",
-    "T_h, T, Omega_ij": "O_h V_h of head h; their sum over heads; transport of the edge j -> i",
-    "W, pi": "token walk (row-stochastic); measure of tokens, stationary if W is irreducible, else uniform",
-    "f_ij, K, P": "flow pi_i W_ij; the layer as a matrix of blocks K_ij = W_ij Omega_ij, and as an operator",
-    "|.|_M, K*": "norm and adjoint in l2(pi): tokens weighted by pi, fibres with the identity metric",
-}
-
-
-def glossary() -> pd.DataFrame:
-    """What every column, symbol and metric means."""
-    tables = ("cells.csv", "effects.csv", "rounding.csv", "evidence.csv", "scale.csv")
-    kinds = {n: "column" if n.isidentifier() or text.startswith(tables) else "symbol" for n, text in COLUMNS.items()}
-    columns = [(name, kinds[name], "", text) for name, text in COLUMNS.items()]
-    metrics = [(m.name, m.about, m.range, m.description) for m in METRICS.values()]
-    return pd.DataFrame(columns + metrics, columns=["name", "about", "range", "meaning"])
+def commits(folder: str | Path) -> dict[str, str]:
+    """The commit of each checkpoint from the hub that is measured in a folder."""
+    found = committed(Path(folder))
+    if found is None or "revision" not in found[1]:
+        return {}
+    own = found[1][found[1]["revision"].fillna("") != ""]
+    return dict(zip(own["checkpoint"], own["revision"], strict=True))

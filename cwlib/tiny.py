@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
+
+LARGE = 2**20  #: bytes from which a weight is worth a file of its own
 
 _SHARED = {
     "vocab_size": 300,
@@ -204,13 +210,36 @@ def tiny_config(family: str, overrides: dict[str, Any]) -> PreTrainedConfig:
     return AutoConfig.for_model(model_type, **{**_SHARED, **own, **overrides})
 
 
-def random_model(config: PreTrainedConfig, seed: int, rescale: bool) -> PreTrainedModel:
+class _InFiles(TorchFunctionMode):
+    """Large tensors that are made lie in files of a folder: the system may write them out and take their memory."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if function is not torch.empty:
+            return function(*args, **kwargs)
+        like = function(*args, **{**kwargs, "device": "meta"})
+        if like.nbytes < LARGE or kwargs.get("device") not in (None, "cpu", torch.device("cpu")):
+            return function(*args, **kwargs)
+        path = self.folder / f"{uuid4().hex}.weights"
+        try:
+            return torch.from_file(str(path), shared=True, size=like.numel(), dtype=like.dtype).view(like.shape)
+        finally:
+            path.unlink(missing_ok=True)  # what is mapped stays until the tensor goes
+
+
+def random_model(config: PreTrainedConfig, seed: int, rescale: bool, folder: Path | None = None) -> PreTrainedModel:
     """A float32 model on the CPU with random weights; torch's global generators are left alone.
 
     The weights are transformers' own initialisation; with `rescale`, linear and embedding weights are
-    N(0, 1 / fan_in) instead, and their biases N(0, 0.1²).
+    N(0, 1 / fan_in) instead, and their biases N(0, 0.1²). With a `folder` they are the same, but take
+    disk there instead of memory.
     """
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
+    storage = nullcontext() if folder is None else _InFiles(folder)
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), storage:
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed CUDA too
         model = AutoModel.from_config(copy.deepcopy(config), attn_implementation="eager", dtype=torch.float32)
         for module in model.modules() if rescale else ():

@@ -7,9 +7,9 @@ import pandas as pd
 from scipy.stats import linregress
 from scipy.stats import t as student_t
 
-from cwlib.catalogue import CATALOGUE
 from cwlib.claims import CLAIMS, MIXED, NOT_SUPPORTED, NOT_TESTABLE, SUPPORTED, Evidence, combine, evidence_table
 from cwlib.effects import effects_table, rounding_table
+from cwlib.hub import known
 from cwlib.statistics import estimate, thirds
 from cwlib.study import load
 
@@ -30,11 +30,15 @@ def _gains(table: pd.DataFrame, line: pd.Series, evidence: Evidence) -> pd.Serie
 
 
 def model_groups(evidence: pd.DataFrame) -> dict[str, list[str]]:
-    """Checkpoints to compare over scale: those of one kind, and those of one family of the catalogue if two or more."""
+    """Checkpoints to compare over scale: those of one kind, and those of one family if two or more.
+
+    Families are those of the catalogue and of the list of the hub.
+    """
     kinds = evidence.drop_duplicates("checkpoint").groupby("kind")["checkpoint"].apply(list).to_dict()
     families: dict[str, list[str]] = {}
-    for name in sorted(set(evidence["checkpoint"]) & set(CATALOGUE), key=lambda n: CATALOGUE[n].parameters):
-        families.setdefault(CATALOGUE[name].family, []).append(name)
+    facts = {name: known(name) for name in evidence["checkpoint"].unique()}
+    for name, item in sorted((pair for pair in facts.items() if pair[1]), key=lambda pair: pair[1].parameters):
+        families.setdefault(item.family, []).append(name)
     return kinds | {f"family {family}": names for family, names in families.items() if len(names) > 1}
 
 

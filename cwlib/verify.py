@@ -109,7 +109,7 @@ def verify(
         raise ValueError(f"folder: expected study.csv and cells.csv in {folder}, found none; run the study first")
     table, origin = found
     names, control = study.PROFILES[profile]
-    planned = plan(names, study.corpus_of(profile) if texts is None else texts, control, device)
+    planned = plan(names, study.corpus_of(profile) if texts is None else texts, control)
     whole = dict(zip(origin["key"], origin["whole"], strict=True))
     missing = [cell for cell in planned if not whole.get(cell.key, False)]
     chosen = {cell.key: cell for cell in (planned if full else missing)}

@@ -688,20 +688,28 @@ def test_hub_id_from_the_hub_cache(hub, bert_folder, weights):
 
 
 def test_hub_id_that_is_nowhere(hub):
-    with pytest.raises(CheckpointError, match=r"org/absent: .*hub cannot be reached.*minilm-l6.*\.gguf"):
+    with pytest.raises(CheckpointError, match=r"org/absent: .*unset HF_HUB_OFFLINE.*hf download.*minilm-l6.*\.gguf"):
         open_checkpoint("org/absent")
 
 
 @pytest.mark.parametrize(
-    ("error", "why"), [("GatedRepoError", "grant access on request"), ("RepositoryNotFoundError", "no such model")]
+    ("error", "why"),
+    [
+        ("GatedRepoError", "ask on its page, https://.*/org/closed, then run `hf auth login`"),
+        ("RepositoryNotFoundError", "no such model"),
+        ("RevisionNotFoundError", "does not have this commit"),
+        ("LocalEntryNotFoundError", "finished files are kept"),
+    ],
 )
 def test_hub_refusals_are_explained(error, why, monkeypatch):
     def refuse(repo, local_files_only, **options):
-        response = SimpleNamespace(headers={}, request=None, status_code=403)
         kind = getattr(huggingface_hub.errors, error)
-        raise FileNotFoundError if local_files_only else kind("403 Client Error", response=response)
+        response = {"response": SimpleNamespace(headers={}, request=None, status_code=403)}
+        told = {} if error == "LocalEntryNotFoundError" else response
+        raise FileNotFoundError if local_files_only else kind("403 Client Error", **told)
 
     monkeypatch.setattr(sources, "snapshot_download", refuse)
+    monkeypatch.setattr(sources, "why_unreachable", lambda: "")
     with pytest.raises(CheckpointError, match=f"org/closed: .*{why}"):
         open_checkpoint("org/closed")
 

@@ -567,7 +567,7 @@ def test_a_failed_write_leaves_the_earlier_tables_whole(
 
 
 def test_an_unknown_profile_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"profile: expected one of smoke, wheels.* got 'nope'"):
+    with pytest.raises(ValueError, match=r"profile: expected one of smoke, wheels, hub.* got 'nope'"):
         study.run("nope")
 
 
@@ -585,11 +585,11 @@ def test_an_unknown_checkpoint_is_refused_before_anything_is_computed(computed: 
 def test_a_hub_organisation_called_tiny_is_no_tiny_model(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def opened(name: str, **_: object) -> cwlib.Checkpoint:
+    def outlined(name: str) -> cwlib.Checkpoint:
         asked.append(name)
         return tiny_checkpoint("bert")
 
-    monkeypatch.setattr(cells, "open_checkpoint", opened)
+    monkeypatch.setattr(cells, "outline", outlined)
     cells.plan(("tiny-random/bert",), texts=TEXTS)
     assert asked == ["tiny-random/bert"]
 

@@ -140,7 +140,7 @@ def test_figures_and_tables_that_do_not_follow_from_the_rows_differ(figures: Pat
 def test_no_study_and_unknown_profiles_are_refused(figures: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"folder: expected study.csv and cells.csv in .*nothing, found none"):
         verify(tmp_path / "nothing", "smoke", texts=TEXTS)
-    with pytest.raises(ValueError, match="profile: expected one of smoke, wheels, got 'whels'"):
+    with pytest.raises(ValueError, match="profile: expected one of smoke, wheels, hub, got 'whels'"):
         verify(figures / "data", "whels", texts=TEXTS)
 
 

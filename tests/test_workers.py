@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import nullcontext
 from itertools import groupby
 from pathlib import Path
@@ -20,6 +21,7 @@ import pytest
 from dask.distributed import Client, LocalCluster
 
 from cwlib import study, workers
+from cwlib.catalogue import CheckpointError
 from cwlib.cells import Cell, plan
 from cwlib.corpus import Passage
 from cwlib.workers import executors, results, weights_of
@@ -142,41 +144,75 @@ def test_a_worker_that_is_done_takes_the_next_checkpoint_whole(
         assert len(list(groupby(opened))) == len(set(opened)), "no set of weights is opened twice"
 
 
-def test_an_error_stops_the_study_and_what_was_done_is_kept(
-    threads: list[Executor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unchecked: None
+def table_of(cell: Cell) -> tuple[Cell, pd.DataFrame, dict]:
+    """A cell's result, without work."""
+    head = (cell.checkpoint, cell.source, cell.seed, cell.passage_name)
+    rows = pd.DataFrame([(*head, 0, "symmetry", "", "", 0.5)], columns=[*study.ROW, "value"])
+    return cell, rows, dict(zip(study.IDENTITY, head, strict=True)) | {"key": cell.key}
+
+
+@pytest.mark.parametrize("pools", [0, 2])
+def test_an_error_stops_its_checkpoint_and_no_other_and_what_was_done_is_kept(
+    pools: int, threads: list[Executor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unchecked: None
 ) -> None:
     started: list[Cell] = []
-    broken = Event()
-
-    def kept() -> set[str]:
-        return {path.stem for path in (tmp_path / "cache" / "study").glob("*.parquet")}
+    everything = plan(("tiny-bert", "tiny-gpt2"), TEXTS[:1])
+    theirs = {cell.key for cell in everything if cell.checkpoint == "tiny-bert"}
 
     def work(cell: Cell, _device: str) -> tuple[Cell, pd.DataFrame, dict]:
         started.append(cell)
-        if broken.is_set():
-            time.sleep(0.3)  # time to be cancelled
-        elif cell.checkpoint == "tiny-gpt2" and len(kept()) >= 4:
-            broken.set()
-            raise ValueError("this cell is broken")
+        if cell.checkpoint == "tiny-gpt2" and sum(done.checkpoint == "tiny-gpt2" for done in started) == 4:
+            raise RuntimeError("this cell is broken")
         time.sleep(0.03)
-        head = (cell.checkpoint, cell.source, cell.seed, cell.passage_name)
-        rows = pd.DataFrame([(*head, 0, "symmetry", "", "", 0.5)], columns=[*study.ROW, "value"])
-        return cell, rows, dict(zip(study.IDENTITY, head, strict=True)) | {"key": cell.key}
+        return table_of(cell)
 
     monkeypatch.setattr(workers, "work", work)
-    monkeypatch.setattr(study, "executors", lambda *_: nullcontext(threads))
-    with pytest.raises(ValueError, match="this cell is broken"):
+    monkeypatch.setattr(study, "executors", lambda *_: nullcontext(threads[:pools]))
+    with pytest.raises(
+        study.Incomplete, match=r"1 of 2 .*\n  - tiny-gpt2: RuntimeError: this cell is broken$"
+    ) as caught:
         run(workers=2)
+    assert isinstance(caught.value.__cause__, RuntimeError)
     for pool in threads:
         pool.shutdown()
-    done = kept()
-    assert len(done) >= 4 and done <= {cell.key for cell in started}
-    everything = {cell.key for cell in plan(("tiny-bert", "tiny-gpt2"), TEXTS[:1])}
-    assert len(started) < len(everything), "the rest is cancelled"
+    done = {path.stem for path in (tmp_path / "cache" / "study").glob("*.parquet")}
+    assert theirs < done and len(done - theirs) >= 3, "the other is whole"
+    assert len(caught.value.table) == len(theirs) and len(started) < len(everything), "the rest is left out"
     started.clear()
+    monkeypatch.setattr(workers, "work", lambda cell, _: started.append(cell) or table_of(cell))
     monkeypatch.setattr(study, "executors", lambda *_: nullcontext([]))
     table = study.run(("tiny-bert", "tiny-gpt2"), None, TEXTS[:1], progress=False)
-    assert {cell.key for cell in started} == everything - done and len(table) == len(everything)
+    assert {cell.key for cell in started} == {cell.key for cell in everything} - done
+    assert len(table) == len(everything)
+
+
+class Dying(Executor):
+    """A process that ends as soon as it has work, of whatever checkpoint is named."""
+
+    def __init__(self, fatal: str) -> None:
+        self.fatal, self.dead = fatal, False
+
+    def submit(self, _work: object, cell: Cell, _device: str) -> Future:
+        future: Future = Future()
+        self.dead = self.dead or cell.checkpoint == self.fatal
+        if self.dead:
+            future.set_exception(BrokenProcessPool("a process in the pool was terminated abruptly"))
+        else:
+            future.set_result(table_of(cell))
+        return future
+
+
+def test_when_a_process_ends_the_others_take_over_and_it_is_told_whose_cell_it_was() -> None:
+    cells = [Cell(name, name, "gaussian", seed, TEXTS[0], ("symmetry",)) for name in "abcd" for seed in range(3)]
+    failed: dict[str, Exception] = {}
+    done = {cell.checkpoint for cell, *_ in results(cells, "cpu", [Dying("b"), Dying("b")], failed)}
+    assert done == {"a", "c", "d"} and list(failed) == ["b"]
+    assert "b: workers: a process ended" in str(failed["b"]) and "fewer workers" in str(failed["b"])
+    failed.clear()
+    assert not list(results(cells, "cpu", [Dying("a")], failed)), "no process is left"
+    assert set(failed) == set("abcd")
+    with pytest.raises(CheckpointError, match="fewer workers"):
+        list(results(cells, "cpu", [Dying("a"), Dying("a")]))
 
 
 class Finished(Executor):
