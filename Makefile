@@ -62,7 +62,7 @@ $(COMPATIBLE):
 	$(COMPAT)/bin/python -m pip install -c $(COMPAT)/constraints.txt --no-build-isolation -e '.[notebooks,dev,distributed]'
 	touch $@
 
-study: $(INSTALLED) ## Compute figures/data from the checkpoints (PROFILE=wheels|smoke, FRESH=1: all rows, WORKERS=2, SCHEDULER=tcp://.., DEVICE=cuda)
+study: $(INSTALLED) ## Compute figures/data from the checkpoints (PROFILE=wheels|smoke|hub, FRESH=1: all rows, WORKERS=2, SCHEDULER=tcp://.., DEVICE=cuda)
 	OMP_NUM_THREADS=1 $(PY) -m cwlib study --profile $(PROFILE) --workers $(WORKERS) \
 		$(if $(SCHEDULER),--scheduler $(SCHEDULER)) $(if $(DEVICE),--device $(DEVICE)) \
 		$(if $(filter-out 0 no false,$(FRESH)),--fresh)

@@ -146,7 +146,7 @@ def overview(names: Iterable[str], texts: Sequence[Passage], device: str = "auto
     rates = Rates.measured(device) if rates is None else rates
     lengths = [approximate_tokens(passage.text) for passage in texts]
     tokens, free = max(lengths), free_memory(place)
-    lines, downloads, seconds = [], 0, 0.0
+    lines, downloads, seconds = [], dict[Path, int](), 0.0
     for name in names:
         facts = _facts(name)
         if facts is None:
@@ -155,7 +155,10 @@ def overview(names: Iterable[str], texts: Sequence[Passage], device: str = "auto
         where = place_model(facts.shape, place, tokens)
         found = estimate(facts.shape, facts.decoder, tokens, len(texts), rates, where.kind == "files")
         room = free["cpu"] if "cpu" in free else sum(free.values())
-        downloads, seconds = downloads + facts.download, seconds + found.seconds
+        seconds += found.seconds
+        if facts.download:
+            folder = cached_folder(name).parent if name in CATALOGUE else Path(constants.HF_HUB_CACHE)
+            downloads[folder] = downloads.get(folder, 0) + facts.download
         lines.append(
             {
                 "checkpoint": name,
@@ -164,21 +167,28 @@ def overview(names: Iterable[str], texts: Sequence[Passage], device: str = "auto
                 "time": _duration(found.seconds),
                 "download": _size(facts.download) if facts.download else "here",
                 "commit": facts.revision[:12],
-                "": facts.note,
+                "access": "gated" if facts.gated else "",
             }
         )
     table = pd.DataFrame(lines).fillna("").to_string(index=False)
+    pages = [f"{constants.ENDPOINT}/{line['checkpoint']}" for line in lines if line.get("access")]
+    ask = f"\ngated: ask for access at {' and '.join(pages)}, then `hf auth login`." if pages else ""
     gpus = [f"{torch.cuda.get_device_name(i)}: {_size(room)} free" for i, room in free.items() if i != "cpu"]
     memory = f"memory: {_size(free_memory(torch.device('cpu'))['cpu'])} free"
-    hub = Path(constants.HF_HUB_CACHE)
-    disk = shutil.disk_usage(next(folder for folder in (hub, *hub.parents) if folder.exists())).free
-    too_little = "" if downloads <= disk else ", which is too little: let HF_HOME name another folder"
     return (
-        f"{table}\n{len(texts)} texts of up to about {tokens} tokens. {'; '.join([*gpus, memory])}; "
+        f"{table}{ask}\n{len(texts)} texts of up to about {tokens} tokens. {'; '.join([*gpus, memory])}; "
         f"{rates.double / 1e9:,.0f} GFLOP/s in double precision, {rates.single / 1e9:,.0f} in single.\n"
-        f"In all about {_duration(seconds)} of computing from nothing, and {_size(downloads)} to download into {hub}, "
-        f"where {_size(disk)} are free{too_little}. Cells that are finished are not computed again."
+        f"In all about {_duration(seconds)} of computing from nothing; cells that are finished are not computed again."
+        + "".join(f"\n{_room(folder, size)}" for folder, size in downloads.items())
     )
+
+
+def _room(folder: Path, size: int) -> str:
+    """Whether a download fits where it goes."""
+    disk = shutil.disk_usage(next(place for place in (folder, *folder.parents) if place.exists())).free
+    variable = "HF_HOME" if folder == Path(constants.HF_HUB_CACHE) else "CWLIB_CACHE"
+    too_little = "" if size <= disk else f", which is too little: let {variable} name another folder"
+    return f"{_size(size)} to download into {folder}, where {_size(disk)} are free{too_little}."
 
 
 @dataclass(frozen=True)
@@ -187,7 +197,7 @@ class _Facts:
     decoder: bool
     download: int
     revision: str
-    note: str = ""
+    gated: bool = False
 
 
 def _facts(name: str) -> _Facts | None:
@@ -205,8 +215,7 @@ def _facts(name: str) -> _Facts | None:
     if name not in HUB:
         return None
     item = HUB[name]
-    note = f"gated: ask at {constants.ENDPOINT}/{name}, then `hf auth login`" if item.gated else ""
-    return _Facts(Shape.of(item), item.kind == "decoder", item.download_bytes, item.revision or "", note)
+    return _Facts(Shape.of(item), item.kind == "decoder", item.download_bytes, item.revision or "", item.gated)
 
 
 def markdown(tokens: int = 300, passages: int = 16, rates: Rates = REFERENCE) -> str:

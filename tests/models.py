@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
@@ -279,21 +280,42 @@ def mask_word(layer: LayerWalk) -> str:
 
 def bound(residuals: list[float]) -> str:
     """A power of ten above the worst, not so near that another processor would give another; at least 1e-14."""
-    return f"1e{math.ceil(math.log10(1.5 * max(*residuals, 2e-15))):03d}"
+    return f"< 1e{math.ceil(math.log10(1.5 * max(*residuals, 2e-15))):03d}"
+
+
+def same_attention(checkpoint: Checkpoint, family: str, layers: list[LayerWalk]) -> bool:
+    """Whether captured attention is, bit for bit, that of a plain run of the model."""
+    captured = {(layer.path, layer.index): layer.walk.attention for layer in layers}
+    plain = reference(checkpoint, family, example(family))
+    places = (
+        (stack.name(stack.path, number), number if len(plain) > 1 else place)
+        for place, (stack, number, *_) in enumerate(plain)
+    )
+    pairs = zip(places, (attention for _, _, attention, *_ in plain), strict=True)
+    return len(plain) == len(layers) and all(torch.equal(captured[place], attention) for place, attention in pairs)
 
 
 def families_table() -> str:
-    """The README's table of families: what attends to what, and the worst T2 residual of tiny random models."""
+    """The README's table of families: what attends to what, and how exact tiny random models are measured.
+
+    They are opened from folders. Attention is compared with that of a plain run of the model; T2 is the worst relative
+    residual of a layer.
+    """
+    dtypes = ("float64", "float32", "float16", "bfloat16")
     rows: dict[str, list[str]] = {}
     for family in STACKS:
         words: dict[str, None] = {}
-        worst = []
-        for dtype in ("float32", "float64"):
-            residuals = []
-            for layer in cwlib.layers(tiny_checkpoint(family, dtype=dtype), example(family)):
-                words[mask_word(layer)] = None
-                residuals.append(layer.residual())
-            worst.append(f"< {bound(residuals)}")
-        rows.setdefault(" | ".join([", ".join(words), *worst]), []).append(family)
-    lines = ["| families | attend to | T2, float32 | T2, float64 |", "| --- | --- | --- | --- |"]
-    return "\n".join(lines + [f"| {', '.join(families)} | {found} |" for found, families in rows.items()])
+        found = []
+        with TemporaryDirectory() as folder:
+            tiny_checkpoint(family).model.save_pretrained(folder)
+            opened = {dtype: cwlib.open_checkpoint(folder, device="cpu", dtype=dtype) for dtype in dtypes}
+        for dtype, checkpoint in opened.items():
+            layers = list(cwlib.layers(checkpoint, example(family)))
+            words |= dict.fromkeys(mask_word(layer) for layer in layers)
+            if dtype == "float64":
+                found.append("identical" if same_attention(checkpoint, family, layers) else "**differs**")
+            found.append(bound([layer.residual() for layer in layers]))
+        rows.setdefault(" | ".join([", ".join(words), *found]), []).append(family)
+    head = ["families", "attend to", "attention", *(f"T2, {dtype}" for dtype in dtypes)]
+    lines = [head, ["---"] * len(head), *([", ".join(families), found] for found, families in rows.items())]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

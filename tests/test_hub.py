@@ -334,7 +334,8 @@ def test_a_dry_run_downloads_and_computes_nothing(range_on_disk: Path, tried: li
     assert found.exit_code == 0, found.output
     lines = {name: next(line for line in found.output.splitlines() if f"{name} " in line) for name in HUB}
     assert "here" in lines[GPT2] and HUB[GPT2].revision[:12] in lines[GPT2]
-    assert "16.1 GB" in lines[LLAMA] and "hf auth login" in lines[LLAMA]
+    assert "16.1 GB" in lines[LLAMA] and "gated" in lines[LLAMA]
+    assert f"https://huggingface.co/{LLAMA} and" in found.output and "hf auth login" in found.output
     assert all(word in found.output for word in ("GFLOP/s", "to download into", "In all about", "memory:"))
     assert tried == [] and not folder.exists() and not (tmp_path / "cache").exists()
 

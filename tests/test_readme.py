@@ -11,7 +11,7 @@ import torch
 from models import families_table
 
 import cwlib
-from cwlib import cost, study, verdicts
+from cwlib import cost, estimate, study, verdicts
 from cwlib.catalogue import CATALOGUE
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -60,6 +60,11 @@ def test_families_are_those_that_work() -> None:
     """Every family's masks and residuals, measured now, are those of README's table."""
     table = README.split("<!-- families -->")[1].strip()
     assert table == families_table()
+
+
+def test_the_range_of_the_paper_is_the_list_of_the_hub() -> None:
+    """README's table of what each model is and takes is computed from the list and the formulas now."""
+    assert README.split("<!-- hub -->")[1].strip() == estimate.markdown()
 
 
 def test_code_on_tensors_of_ones_own_runs() -> None:
