@@ -28,7 +28,8 @@ import typer
 from nbformat import NotebookNode
 from papermill.exceptions import PapermillExecutionError
 
-from cwlib.style import figures_dir, read_manifest, write_atomically
+from cwlib.files import write_atomically
+from cwlib.style import figures_dir, read_manifest
 
 KERNEL_ENVIRONMENT = {
     "OMP_NUM_THREADS": "2",

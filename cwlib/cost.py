@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from cwlib.style import write_atomically
+from cwlib.files import write_atomically
 
 #: exponents of T9 in the growth of time: (work, variable) -> at most
 THEORY = {

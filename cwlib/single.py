@@ -17,11 +17,11 @@ from cwlib.architectures import attention_layers
 from cwlib.capture import LayerWalk, layers
 from cwlib.checkpoints import Checkpoint
 from cwlib.cores import HeadTransports
+from cwlib.files import write_atomically
 from cwlib.metric import Layer
 from cwlib.metrics import METRICS, RARELY
 from cwlib.metrics_graph import SINK_FROM
 from cwlib.nulls import null_layers
-from cwlib.style import write_atomically
 
 COLUMNS = ["checkpoint", "kind", "source", "layer", "depth", "metric", "gauge", "value", "note"]
 #: what the figure shows, if it was measured and is defined

@@ -8,12 +8,10 @@ a rerun computes only what is missing.
 
 import hashlib
 import json
-import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from uuid import uuid4
 
 import pandas as pd
 from tqdm import tqdm
@@ -24,22 +22,12 @@ from cwlib.corpus import Passage
 from cwlib.estimate import overview
 from cwlib.failures import Failures
 from cwlib.failures import Incomplete as Incomplete
+from cwlib.files import write_atomically
 from cwlib.glossary import glossary as glossary
 from cwlib.profiles import PROFILES as PROFILES
 from cwlib.profiles import asked_for
 from cwlib.profiles import corpus_of as corpus_of
 from cwlib.workers import executors, results
-
-
-def _write(path: Path, write: Callable[[Path], object]) -> None:
-    """Write under a temporary name in the same folder, then rename."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{uuid4().hex}")
-    try:
-        write(temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def committed(folder: Path) -> tuple[pd.DataFrame, pd.DataFrame] | None:
@@ -197,10 +185,10 @@ def run(
             tables, origins = [*tables, others[0]], [*origins, others[1]]
         whole = pd.concat(tables).sort_values(ROW, ignore_index=True)
         origin = pd.concat(origins).sort_values(IDENTITY, ignore_index=True)
-        _write(folder / "study.csv", lambda p: whole.to_csv(p, index=False, float_format="%.6g"))
-        _write(folder / "cells.csv", lambda p: origin.to_csv(p, index=False))
-        _write(folder / "glossary.csv", lambda p: glossary().to_csv(p, index=False))
-        _write(folder / "study.parquet", lambda p: whole.merge(origin, on=IDENTITY).to_parquet(p, index=False))
+        write_atomically(folder / "study.csv", whole.to_csv(index=False, float_format="%.6g").encode())
+        write_atomically(folder / "cells.csv", origin.to_csv(index=False).encode())
+        write_atomically(folder / "glossary.csv", glossary().to_csv(index=False).encode())
+        write_atomically(folder / "study.parquet", whole.merge(origin, on=IDENTITY).to_parquet(index=False))
     if failed:
         raise Incomplete(dict(failed), table) from next(iter(failed.values()))
     return table
@@ -234,9 +222,9 @@ def _compute(
     with executors(workers, scheduler) as pools, tqdm(total=len(missing), unit="cell", disable=not progress) as bar:
         for cell, rows, origin in results(missing, device, pools, failed):
             text = json.dumps(origin | {"digest": _digest(rows)})
-            _write(work / f"{cell.key}.json", lambda p, text=text: p.write_text(text))
+            write_atomically(work / f"{cell.key}.json", text.encode())
             # Last, for its presence marks the cell as done.
-            _write(work / f"{cell.key}.parquet", lambda p, frame=rows: frame.to_parquet(p, index=False))
+            write_atomically(work / f"{cell.key}.parquet", rows.to_parquet(index=False))
             bar.set_description(f"{cell.checkpoint} {cell.source}")
             bar.update()
 

@@ -14,10 +14,11 @@ import re
 from importlib import metadata
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 from matplotlib.figure import Figure
 from matplotlib.rcsetup import cycler
+
+from cwlib.files import write_atomically
 
 WIDTHS = {"column": 3.3, "text": 6.8}
 """Widths in inches of one column and of the whole page."""
@@ -203,14 +204,3 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             f"folder: {path} is damaged ({error}); restore it, or delete it and make the figures"
         ) from error
     return manifest
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write `content` beside `path`, then rename: a reader sees the old or the new file whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{path.name}.{uuid4().hex}")
-    try:
-        scratch.write_bytes(content)
-        os.replace(scratch, path)
-    finally:
-        scratch.unlink(missing_ok=True)

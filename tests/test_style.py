@@ -134,17 +134,3 @@ def test_figures_go_where_the_variable_says_else_to_the_repository(
     monkeypatch.setattr(style, "__file__", str(tmp_path / "site-packages" / "cwlib" / "style.py"))
     with pytest.raises(ValueError, match="CWLIB_FIGURES: expected a folder"):
         style.figures_dir()
-
-
-def test_failed_write_leaves_the_old_file_and_no_scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "table.csv"
-    style.write_atomically(path, b"old")
-
-    def fail(*_: object) -> None:
-        raise OSError("disk full")
-
-    monkeypatch.setattr(style.os, "replace", fail)
-    with pytest.raises(OSError, match="disk full"):
-        style.write_atomically(path, b"new")
-    assert path.read_bytes() == b"old"
-    assert [p.name for p in tmp_path.iterdir()] == ["table.csv"]
