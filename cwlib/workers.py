@@ -3,6 +3,7 @@
 import gc
 import multiprocessing
 import os
+import signal
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
@@ -116,6 +117,30 @@ def _start(threads: int, workers: int) -> None:
 
 
 @contextmanager
+def _processes(workers: int) -> Iterator[list[Executor]]:
+    """As many executors of one process each; if the study ends early, their processes end at once."""
+    context, threads = multiprocessing.get_context("spawn"), torch.get_num_threads()
+    pools = [ProcessPoolExecutor(1, context, _start, (threads, workers)) for _ in range(workers)]
+    others = multiprocessing.active_children()
+    try:
+        # Ctrl-C reaches all processes of a terminal: these inherit that it is blocked, and only the parent heeds it
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        for pool in pools:
+            pool.submit(os.getpid)  # starts the process
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        yield pools
+    except BaseException:
+        for process in multiprocessing.active_children():
+            if process not in others:
+                process.terminate()
+        for pool in pools:
+            pool.shutdown()  # no cancelling: a pool whose process ends trips over what was cancelled
+        raise
+    for pool in pools:
+        pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
 def executors(workers: int, scheduler: str | None) -> Iterator[list[Executor]]:
     """Executors for `results`: none for this process, one per worker, or one that speaks for a Dask cluster.
 
@@ -139,11 +164,7 @@ def executors(workers: int, scheduler: str | None) -> Iterator[list[Executor]]:
         elif workers == 1:
             yield []
         else:
-            context, threads = multiprocessing.get_context("spawn"), torch.get_num_threads()
-            pools = [ProcessPoolExecutor(1, context, _start, (threads, workers)) for _ in range(workers)]
-            for pool in pools:
-                stack.callback(pool.shutdown, wait=True, cancel_futures=True)
-            yield pools
+            yield stack.enter_context(_processes(workers))
 
 
 @contextmanager
@@ -226,8 +247,9 @@ def results(
         for cell in (cell for cells in queue for cell in cells):  # no process is left
             _note(cell.checkpoint, _ended(cell.checkpoint), failed)
     finally:
-        for future in pending:
-            future.cancel()
+        for future, (pool, _) in pending.items():
+            if not isinstance(pool, ProcessPoolExecutor):  # see `_processes`
+                future.cancel()
 
 
 def _note(name: str, error: Exception, failed: dict[str, Exception] | None) -> None:

@@ -24,19 +24,7 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 # a module imports only modules that stand before it
 ORDER = [
-    *(
-        "files",
-        "_types",
-        "kernels",
-        "validation",
-        "checks",
-        "cores",
-        "blocks",
-        "walk",
-        "edges",
-        "measures",
-        "laplacian",
-    ),
+    *("files", "_types", "kernels", "validation", "checks", "cores", "blocks", "walk", "edges", "measures"),
     *("laplacian", "holonomy", "spectra", "synthetic", "nulls", "dense", "theorems_balance", "theorems_laplacian"),
     *("theorems_causal", "theorems_transport", "theorems_holonomy", "theorems", "exact", "atlas_pair"),
     *("atlas_attention", "atlas_positions", "atlas_values", "atlas_kernels", "atlas_recurrent", "atlas_signed"),

@@ -299,3 +299,31 @@ def test_a_study_killed_three_times_ends_with_the_same_table_and_leaves_no_proce
     for file in ("study.csv", "cells.csv"):
         assert (folder / file).read_bytes() == (whole / file).read_bytes()
     assert not orphans
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_ctrl_c_ends_the_command_in_a_line_and_the_same_again_goes_on(workers: int, tmp_path: Path) -> None:
+    text, folder, cache = tmp_path / "text.txt", tmp_path / "data", tmp_path / "cache"
+    text.write_text("A short text, of two lines. It is here.")
+    options = ["--checkpoint", "tiny-bert", "--checkpoint", "tiny-gpt2", "--texts", text, "--folder", folder]
+    command = [sys.executable, "-m", "cwlib", "study", *options, "--workers", workers]
+    environment = os.environ | {"CWLIB_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        list(map(str, command)), start_new_session=True, stderr=subprocess.PIPE, text=True, env=environment
+    )
+    while process.poll() is None and len(list((cache / "study").glob("*.parquet"))) < 3:
+        time.sleep(0.01)
+    children = psutil.Process(process.pid).children(recursive=True)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 130 and told.endswith("stopped; what was finished is kept\n")
+    assert "Traceback" not in told and not folder.exists()
+    _, alive = psutil.wait_procs(children, timeout=5)
+    assert not alive
+
+    before = {path: path.stat().st_mtime_ns for path in (cache / "study").glob("*.parquet")}
+    assert len(before) >= 3
+    again = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment)
+    assert again.returncode == 0, again.stderr
+    assert before == {path: path.stat().st_mtime_ns for path in before}
+    assert (folder / "study.csv").exists()
