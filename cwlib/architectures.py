@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+import transformers
 from accelerate.utils import align_module_device
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -157,7 +158,13 @@ def _find_layer(
 ) -> AttentionLayer:
     def resolve(relative: str) -> tuple[nn.Module, str]:
         name = posixpath.normpath(posixpath.join(path.replace(".", "/"), relative)).replace("/", ".")
-        return model.get_submodule(name), name
+        try:
+            return model.get_submodule(name), name
+        except AttributeError as error:
+            raise ValueError(
+                f"model: expected {type(module).__name__} {path} to have {relative} beside or below it, got none: this "
+                f"family is laid out otherwise in transformers {transformers.__version__}; upgrade transformers"
+            ) from error
 
     value, output = resolve(family.value), resolve(family.output)
     for projection in (value, output):

@@ -12,6 +12,8 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -158,6 +160,9 @@ RELATIVES: dict[str, tuple[Stack, ...]] = {
     ),
 }
 STACKS |= RELATIVES
+OLDER = Version(transformers.__version__) < Version("5.18")  # DINOv2 was laid out otherwise, and is refused
+if OLDER:
+    del STACKS["dinov2"], STACKS["dinov2_with_registers"], RELATIVES["dinov2"], RELATIVES["dinov2_with_registers"]
 
 # every way in which heads, widths, biases and norms can be laid out
 VARIANTS: tuple[tuple[str, dict], ...] = (

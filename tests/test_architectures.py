@@ -380,6 +380,13 @@ def test_quantised_weights_are_refused(dtype: torch.dtype) -> None:
         attention_layers(model)
 
 
+def test_a_family_that_another_transformers_lays_out_otherwise_is_refused() -> None:
+    model = tiny_checkpoint("llama").model
+    del model.layers[1].self_attn.v_proj
+    with pytest.raises(ValueError, match=r"LlamaAttention layers\.1\.self_attn to have v_proj .*upgrade transformers"):
+        cwlib.attention_layers(model)
+
+
 def test_maps_that_do_not_fit_the_head_counts_are_refused() -> None:
     model = tiny_checkpoint("llama").model
     model.layers[0].self_attn.v_proj = nn.Linear(HIDDEN, 20)

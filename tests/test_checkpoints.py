@@ -88,12 +88,13 @@ def gguf_bytes(tmp_path_factory):
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(300)
     letters = sorted(ByteLevel.alphabet())
-    tokens = ["<unk>", "<s>", "</s>", *letters, "th", *(f"<unused{i}>" for i in range(300 - 4 - len(letters)))]
+    tokens = ["<unk>", "<s>", "</s>", *letters, "th", "in"]
+    tokens += [f"<unused{i}>" for i in range(300 - len(tokens))]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(tokens)
     writer.add_token_types([gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * 297)
-    writer.add_token_merges(["t h"])
+    writer.add_token_merges(["t h", "i n"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_unk_token_id(0)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from elsewhere import DEVICE, elsewhere, moved
-from models import IDS
+from models import IDS, OLDER
 from oracles import agree
 from scipy.sparse import csr_matrix
 from scipy.sparse.linalg import LinearOperator
@@ -256,6 +256,7 @@ def test_null_layers(source: str) -> None:
         assert_alike((mine.walk, mine.field), (theirs.walk, theirs.field))
 
 
+@pytest.mark.skipif(OLDER, reason="there transformers itself makes masks on the default device")
 @pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "gemma3"])
 def test_capture(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     forward = capture._Capture.run

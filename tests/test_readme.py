@@ -8,7 +8,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-from models import families_table
+from models import OLDER, families_table
 
 import cwlib
 from cwlib import cost, estimate, study, verdicts
@@ -55,6 +55,7 @@ def test_download_size() -> None:
     assert f"{sum(item.download_bytes for item in CATALOGUE.values()) / 1e9:.1f} GB to download" in README
 
 
+@pytest.mark.skipif(OLDER, reason="README's table is of the versions that are pinned")
 @pytest.mark.filterwarnings("ignore:.*layers are left out:UserWarning")
 def test_families_are_those_that_work() -> None:
     """Every family's masks and residuals, measured now, are those of README's table."""
