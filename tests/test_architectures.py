@@ -384,7 +384,7 @@ def test_a_family_that_another_transformers_lays_out_otherwise_is_refused() -> N
     model = tiny_checkpoint("llama").model
     del model.layers[1].self_attn.v_proj
     with pytest.raises(ValueError, match=r"LlamaAttention layers\.1\.self_attn to have v_proj .*upgrade transformers"):
-        cwlib.attention_layers(model)
+        attention_layers(model)
 
 
 def test_maps_that_do_not_fit_the_head_counts_are_refused() -> None:
