@@ -5,14 +5,16 @@ layer until the consumer asks for the next: each layer's attention can be droppe
 no second pass is needed.
 """
 
+import atexit
 import inspect
+import os
 import queue
 import threading
 import warnings
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
 from functools import partial
@@ -29,7 +31,7 @@ from cwlib.checks import relative_residual
 from cwlib.families import family_of, skipped_layers
 from cwlib.inputs import kept_tokens, model_inputs
 from cwlib.kernels import row_sums
-from cwlib.loading import use_attention
+from cwlib.loading import eager_attention
 from cwlib.walk import ConnectionWalk
 
 
@@ -76,28 +78,8 @@ class _Cancelled(BaseException):
     """Ends the model's forward pass when the consumer has stopped asking."""
 
 
-_EAGER_USERS: "weakref.WeakKeyDictionary[nn.Module, tuple[int, str]]" = weakref.WeakKeyDictionary()
-_EAGER_LOCK = threading.Lock()
 _WARNED: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
-
-
-@contextmanager
-def _eager_attention(model: nn.Module) -> Iterator[None]:
-    """Switch a model to its eager attention path, the one that returns attention, for the outermost user only."""
-    with _EAGER_LOCK:
-        users, found = _EAGER_USERS.get(model, (0, model.config._attn_implementation))
-        _EAGER_USERS[model] = (users + 1, found)
-        if users == 0 and found != "eager":
-            use_attention(model, "eager")
-    try:
-        yield
-    finally:
-        with _EAGER_LOCK:
-            users, found = _EAGER_USERS.pop(model)
-            if users > 1:
-                _EAGER_USERS[model] = (users - 1, found)
-            elif found != "eager":
-                use_attention(model, found)
+_LIVE: "weakref.WeakSet[_Capture]" = weakref.WeakSet()
 
 
 class _Capture:
@@ -109,11 +91,12 @@ class _Capture:
         self.resume = threading.Semaphore(0)
         self.stopped = False
         self.thread: threading.Thread | None = None
-        self.handles: list = []
+        self.done: threading.Event | None = None
+        self.layers = layers
+        self.changes = ExitStack()  # what undoes what is changed in the model
+        self.process = os.getpid()
         self.calls: Counter[str] = Counter()
         self.seen: dict[str, dict[str, Any]] = {layer.path: {} for layer in layers}
-        for layer in layers:
-            self._hook(layer, self.seen[layer.path])
 
     def _hook(self, layer: AttentionLayer, seen: dict[str, Any]) -> None:
         signature = inspect.signature(layer.module.forward)
@@ -168,9 +151,9 @@ class _Capture:
                 self.calls[layer.stack] += 1
                 self.hand_over((layer.stack, (index, walk, field, output, layer.path, kind)))
 
-        self.handles.append(layer.module.register_forward_pre_hook(before, with_kwargs=True))
-        self.handles.append(layer.module.register_forward_hook(attended, with_kwargs=True))
-        self.handles.append(layer.projection.register_forward_hook(projected))
+        self.changes.callback(layer.module.register_forward_pre_hook(before, with_kwargs=True).remove)
+        self.changes.callback(layer.module.register_forward_hook(attended, with_kwargs=True).remove)
+        self.changes.callback(layer.projection.register_forward_hook(projected).remove)
 
     def hand_over(self, item: object) -> None:
         self.deliver.put(item)
@@ -180,22 +163,51 @@ class _Capture:
             raise _Cancelled
 
     def run(self, model: nn.Module) -> None:
-        """The forward pass; what ends it is handed over too."""
+        """The forward pass; what ends it is handed over too.
+
+        The model is changed, and changed back, on this thread: Ctrl-C interrupts the main thread alone.
+        """
+        self.thread = threading.current_thread()
+        ending: BaseException | None = None
         try:
             self.resume.acquire()
-            if not self.stopped:
-                with torch.inference_mode(False), torch.no_grad():
-                    extra = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
-                    model(**self.inputs, **extra)
-                if unfinished := [path for path, seen in self.seen.items() if seen]:
-                    raise RuntimeError(f"{unfinished[0]}: the model did not call its output projection")
-            self.deliver.put(None)
+            with self.changes:
+                self.changes.enter_context(eager_attention(model))
+                for layer in self.layers:
+                    self._hook(layer, self.seen[layer.path])
+                if not self.stopped:
+                    with torch.inference_mode(False), torch.no_grad():
+                        names = inspect.signature(model.forward).parameters
+                        model(**self.inputs, **({"use_cache": False} if "use_cache" in names else {}))
+                    if unfinished := [path for path, seen in self.seen.items() if seen]:
+                        raise RuntimeError(f"{unfinished[0]}: the model did not call its output projection")
         except _Cancelled:
-            self.deliver.put(None)
+            pass
         except BaseException as error:  # handed to the consumer, which raises it
-            self.deliver.put(error)
+            ending = error
         finally:
             self.thread = None  # it will serve other captures, also of this model
+            self.deliver.put(ending)
+            del ending
+
+    def end(self) -> None:
+        """Have the forward pass end, and wait until the model is as it was."""
+        if self.stopped:  # at the end of the process
+            return
+        self.stopped = True
+        if os.getpid() != self.process:  # after a fork: the thread stayed behind
+            self.changes.close()
+            return
+        self.resume.release()
+        if self.done is not None:
+            self.done.wait()
+
+
+@atexit.register
+def _end_all() -> None:
+    # later, an iterator that is half done would wait for a thread that is frozen
+    for capture in list(_LIVE):
+        capture.end()
 
 
 def layers(
@@ -224,6 +236,8 @@ def layers(
 
     Raises
     ------
+    TypeError
+        If the checkpoint or the layers are other things; this and what follows before iteration starts.
     ValueError
         If the input is empty, of several examples, too long or not of this vocabulary; if the model is in training mode
         (dropout would be part of the walk); or if its attention is of an unsupported type.
@@ -232,16 +246,19 @@ def layers(
     -----
     UserWarning
         Once per model, if it has layers that are no connection walks (`cwlib.families.skipped_layers`).
-
-    Notes
-    -----
-    The inputs are checked when the function is called, before iteration starts.
     """
+    if not isinstance(checkpoint, Checkpoint):
+        raise TypeError(
+            f"checkpoint: expected one of cwlib.open_checkpoint, got {type(checkpoint).__name__}; names, folders and "
+            "loaded models are opened by cwlib.open_checkpoint(...)"
+        )
     model = checkpoint.model
     if model.training:
         raise ValueError("checkpoint: expected a model in evaluation mode, got training mode; call model.eval()")
     found = attention_layers(model) if attention is None else attention
     own = [(path, module) for path, module in model.named_modules() if family_of(module) is not None]
+    if not all(isinstance(entry, AttentionLayer) for entry in found):
+        raise TypeError("attention: expected the layers of attention_layers(checkpoint.model), got other things")
     if [entry.path for entry in found] != [path for path, _ in own] or not found:
         raise ValueError("attention: expected all layers of attention_layers(checkpoint.model) in order, got others")
     if any(entry.module is not module for entry, (_, module) in zip(found, own, strict=True)):
@@ -262,28 +279,22 @@ def _stream(
 ) -> Iterator[LayerWalk]:
     capture = _Capture(found, keep_cores, inputs)
     latest: dict[str, LayerWalk] = {}  # of every stack
+    _LIVE.add(capture)
     try:
-        with _eager_attention(model):
-            worker = background.worker()
-            capture.thread = worker.thread
-            done = worker.start(partial(capture.run, model))
-            try:
-                while True:
-                    capture.resume.release()
-                    item = capture.deliver.get()
-                    if item is None:
-                        break
-                    if isinstance(item, BaseException):
-                        raise item
-                    stack, content = item
-                    current = LayerWalk(*content, weakref.ref(latest[stack]) if stack in latest else None)
-                    del item, content
-                    yield current
-                    latest[stack] = current
-            finally:
-                capture.stopped = True
-                capture.resume.release()
-                done.wait()
+        capture.done = background.worker().start(partial(capture.run, model))
+        while True:
+            if os.getpid() != capture.process:
+                raise RuntimeError("layers: this iterator began before the process forked; call cwlib.layers here anew")
+            capture.resume.release()
+            item = capture.deliver.get()
+            if item is None:
+                break
+            if isinstance(item, BaseException):
+                raise item
+            stack, content = item
+            current = LayerWalk(*content, weakref.ref(latest[stack]) if stack in latest else None)
+            del item, content
+            yield current
+            latest[stack] = current
     finally:
-        for handle in capture.handles:
-            handle.remove()
+        capture.end()

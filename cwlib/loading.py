@@ -6,6 +6,7 @@ import contextlib
 import errno
 import io
 import tempfile
+import threading
 import weakref
 from collections.abc import Iterator
 from logging import getLogger
@@ -42,6 +43,10 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
+_EAGER_USERS: weakref.WeakKeyDictionary[PreTrainedModel, tuple[int, str]] = weakref.WeakKeyDictionary()
+_EAGER_LOCK = threading.Lock()
+
+
 def use_attention(model: PreTrainedModel, implementation: str) -> None:
     """Switch the attention path of a model and its parts, as "eager" or "sdpa"."""
     with quiet():
@@ -50,6 +55,25 @@ def use_attention(model: PreTrainedModel, implementation: str) -> None:
     for part in model.modules():
         if isinstance(part, PreTrainedModel):
             part.config._attn_implementation = implementation
+
+
+@contextlib.contextmanager
+def eager_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Switch a model to its eager attention path, the one that returns attention, for the outermost user only."""
+    with _EAGER_LOCK:
+        users, found = _EAGER_USERS.get(model, (0, model.config._attn_implementation))
+        _EAGER_USERS[model] = (users + 1, found)
+        if users == 0 and found != "eager":
+            use_attention(model, "eager")
+    try:
+        yield
+    finally:
+        with _EAGER_LOCK:
+            users, found = _EAGER_USERS.pop(model)
+            if users > 1:
+                _EAGER_USERS[model] = (users - 1, found)
+            elif found != "eager":
+                use_attention(model, found)
 
 
 def load_config(folder: Path) -> Any:

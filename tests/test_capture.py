@@ -771,3 +771,75 @@ def test_a_step_from_a_layer_that_is_gone_is_refused_not_nan() -> None:
     with pytest.raises(ValueError, match="the layer before, which is gone"):
         cwlib.measure(last, ["depth_step"])
     assert "depth_step" not in cwlib.measure(last) and "sink_mass" in cwlib.measure(last)
+
+
+# --- processes ------------------------------------------------------------------------------------------------------
+
+OPENED = """
+import os, signal, sys, threading, time
+import cwlib
+from cwlib.checkpoints import tiny_checkpoint
+checkpoint = tiny_checkpoint("gpt2")
+checkpoint.model.set_attn_implementation("sdpa")
+started = cwlib.layers(checkpoint, [1, 2, 3])
+next(started)
+"""
+
+
+def ran(script: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-c", OPENED + script], capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("rest", ["", "kept = [zip(range(1), started)]", "class Holder: held = started"])
+def test_a_process_ends_though_an_iterator_is_half_done(rest: str) -> None:
+    found = ran(rest)
+    assert (found.returncode, found.stderr) == (0, "")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_forked_process_is_told_to_begin_anew() -> None:
+    found = ran("""
+if os.fork() == 0:
+    try:
+        next(started)
+    except RuntimeError as error:
+        print(error, flush=True)
+    print(len(list(cwlib.layers(checkpoint, [1, 2, 3]))), checkpoint.model.config._attn_implementation, flush=True)
+    print(sum(len(module._forward_hooks) for module in checkpoint.model.modules()), flush=True)
+    os._exit(0)
+print("parent", os.wait()[1], len(list(started)))
+""")
+    assert found.stdout.splitlines() == [
+        "layers: this iterator began before the process forked; call cwlib.layers here anew",
+        *("3 sdpa", "0", "parent 0 2"),
+    ], found.stderr
+
+
+def test_ctrl_c_leaves_a_model_as_it_was() -> None:
+    found = ran("""
+del started
+interrupted = 0
+for n in range(60):
+    try:
+        threading.Timer(0.0005 * n, os.kill, (os.getpid(), signal.SIGINT)).start()
+        while True:
+            list(cwlib.layers(checkpoint, [1, 2, 3]))
+    except KeyboardInterrupt:
+        interrupted += 1
+for _ in range(100):
+    hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in checkpoint.model.modules())
+    if hooks == 0:
+        break
+    time.sleep(0.05)
+print(interrupted, hooks, checkpoint.model.config._attn_implementation, len(list(cwlib.layers(checkpoint, [1, 2]))))
+""")
+    assert found.stdout.split() == ["60", "0", "sdpa", "3"], found.stderr
+
+
+def test_other_things_than_checkpoints_and_layers_are_refused(unchecked: None) -> None:
+    checkpoint = tiny_checkpoint("gpt2")
+    for thing in (checkpoint.model, "gpt2", None):
+        with pytest.raises(TypeError, match=r"checkpoint: expected one of cwlib\.open_checkpoint, got"):
+            cwlib.layers(thing, [1, 2])
+    with pytest.raises(TypeError, match=r"attention: expected the layers of attention_layers"):
+        cwlib.layers(checkpoint, [1, 2], attention=[1])
