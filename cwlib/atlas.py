@@ -18,7 +18,7 @@ from cwlib import (  # noqa: F401  (they enter SYSTEMS)
     atlas_signed,
     atlas_values,
 )
-from cwlib.atlas_pair import CONDITIONS, ROUNDING, SYSTEMS, Placed, defects, ranks
+from cwlib.atlas_pair import CONDITIONS, ROUNDING, SYSTEMS, Pair, Placed, defects, ranks
 from cwlib.checks import Check
 
 
@@ -28,9 +28,11 @@ def place(name: str, seed: int = 0) -> Placed:
     Raises
     ------
     ValueError
-        If there is no such system.
+        If there is no such system, or the seed is no nonnegative integer.
     """
-    if name not in SYSTEMS:
+    if not isinstance(seed, int) or seed < 0:
+        raise ValueError(f"seed: expected an integer, at least 0, got {seed!r}")
+    if not isinstance(name, str) or name not in SYSTEMS:
         raise ValueError(f"name: expected one of {', '.join(SYSTEMS)}, got {name!r}")
     return SYSTEMS[name].place(seed)
 
@@ -61,4 +63,4 @@ def checks(seed: int = 0) -> list[Check]:
     return [check for entry in SYSTEMS.values() for check in entry.place(seed).checks]
 
 
-__all__ = ["CONDITIONS", "ROUNDING", "SYSTEMS", "checks", "place", "table"]
+__all__ = ["CONDITIONS", "ROUNDING", "SYSTEMS", "Pair", "checks", "defects", "place", "ranks", "table"]

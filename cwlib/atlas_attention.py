@@ -66,7 +66,7 @@ def output_maps(w_o: Float[np.ndarray, "d_model joined"], heads: int) -> Float[T
     paper="1706.03762",
     walk=r"$W = \frac1H \sum_h \mathrm{softmax}(Q_h K_h^\top / \sqrt{d_h})$",
     transport=r"$\Omega_{ij} = H \sum_h \gamma^h_{ij}\, O_h V_h$",
-    remark="Heads that attend alike share an edge; their transports mix with the gates (T2).",
+    remark="Every edge mixes the transports of all heads, by how much each attends along it (T2).",
 )
 def transformer(seed: int) -> Placed:
     """Multi-head attention with biases, written head by head and token by token (Vaswani et al. 2017, section 3.2)."""
@@ -188,7 +188,7 @@ def hopfield(seed: int) -> Placed:
 
 @system(
     name="Learned sink",
-    paper="2309.17453",
+    paper="2508.10925",
     walk=r"$W = \frac1H \sum_h A^h,\quad A^h_{ij} = e^{s^h_{ij}} / (e^{b_h} + \sum_k e^{s^h_{ik}})$",
     transport=r"$\Omega_{ij} = H \sum_h \gamma^h_{ij}\, O_h V_h$",
     remark="Rows lose what the sink absorbs; with the sink as one more token that sends nothing they sum to one.",

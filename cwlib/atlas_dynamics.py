@@ -32,7 +32,7 @@ def _on_sphere(x: np.ndarray) -> np.ndarray:
 @system(
     name="Masked attention",
     paper="2405.18781",
-    walk=r"$W = \mathrm{softmax}(X B X^\top)$ on the mask",
+    walk=r"$W = \mathrm{softmax}(X B X^\top)$ on $|i - j| \leq 1$",
     transport=r"$\Omega_{ij} = V$, orthogonal",
     remark="Over layers tokens meet at the second eigenvalue of the mask's uniform walk: the more local, the slower.",
 )
@@ -77,7 +77,7 @@ def masked(seed: int) -> Placed:
     paper="2405.18781",
     walk=r"$W = \mathrm{softmax}(X B X^\top)$, causal",
     transport=r"$\Omega_{ij} = V / |\sum_k W_{ik} V x_k|$",
-    remark="LayerNorm scales what arrives. With some V full rank survives, here because token 0 is an eigenvector.",
+    remark="LayerNorm scales what arrives. Full rank may survive, here as token i lies in the first i + 1 axes of V.",
 )
 def layernorm(seed: int) -> Placed:
     """X <- LN(A(X) X V^T) with LN(x) = x/|x|, causal, layer on layer (Wu et al. 2024): values decide about collapse.
@@ -182,7 +182,7 @@ def neural_ode(seed: int) -> Placed:
     paper="2501.18793",
     walk=r"$W = \mathrm{softmax}(X B X^\top)$",
     transport=r"$\Omega_{ij} = \omega J$, a turn by $90^\circ$",
-    remark="A turning transport costs more than straight paths; values written where nothing is read cost least.",
+    remark="A turning transport costs more than straight paths; values written where nothing is read go straight.",
 )
 def ot_transformer(seed: int) -> Placed:
     """The flow dX/dt = f(X) of attention, and its transport cost 1/2 int |f(X)|^2 dt (Kan et al. 2025).

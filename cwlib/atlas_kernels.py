@@ -221,7 +221,7 @@ def sparse_attention(seed: int) -> Placed:
     paper="2106.01506",
     walk=r"$W = D^{-1} \kappa,\ \kappa_{ij} = e^{x_i^\top Q^\top K x_j / \sqrt{d}}$",
     transport=r"$\Omega_{ij} = V$",
-    remark="Reversible needs symmetry of the kernel, not positivity; what is antisymmetric circulates.",
+    remark="Reversible if the kernel is symmetric up to factors of rows and columns, positive or not.",
 )
 def non_mercer(seed: int) -> Placed:
     """Attention as a kernel smoother with the exponentiated query-key kernel (Wright and Gonzalez 2021)."""
@@ -263,7 +263,7 @@ def non_mercer(seed: int) -> Placed:
         ),
         Check(say + "so cycles have a sense", "largest |log|", "0", float(around(logs).abs().max()), 0.1, False),
         Check(
-            say + "Q^T K asymmetric: not reversible in any measure",
+            say + "this Q^T K is asymmetric: not reversible",
             *("pi_i W_ij", "pi_j W_ji", reversibility_defect(weight, best_measure(weight)), 1e-2, False),
         ),
     )

@@ -25,6 +25,7 @@ Maps = Float[Tensor, "dst src d_out d_in"]
 CONDITIONS = ("nonnegative", "stochastic", "reversible", "isometric", "inverse", "flat", "constant")
 #: up to here a defect is rounding
 ROUNDING = 1e-8
+_INVERTIBLE = 1e8  # the largest condition number of a map that is inverted
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +52,7 @@ class Pair:
         require_finite("weight", self.weight, 2, "dst, src")
         require_finite("maps", self.maps, 4, "dst, src, d_out, d_in")
         for name in ("weight", "maps"):  # a frozen dataclass: set past its guard, once
-            object.__setattr__(self, name, getattr(self, name).detach().to(torch.float64))
+            object.__setattr__(self, name, getattr(self, name).detach().to(torch.float64, copy=True))
         if self.maps.shape[:2] != self.weight.shape:
             raise ValueError(
                 f"maps: expected a map for each of {tuple(self.weight.shape)} (dst, src), got {tuple(self.maps.shape)}"
@@ -104,74 +105,93 @@ def best_measure(weight: Float[Tensor, "token other"]) -> Float[Tensor, " token"
 
 
 def _flatness(pair: Pair) -> float:
-    """Largest 1 - cos between a transport and the path-independent one; NaN if paths cannot be compared."""
-    edges = pair.support.nonzero().tolist()
-    maps = {(i, j): pair.maps[i, j] for i, j in edges}
+    """Largest 1 - cos between a transport and the one along a spanning tree; NaN unless all transports are invertible.
 
-    def angle(left: Tensor, right: Tensor) -> Tensor:
-        return 1 - (left * right).sum() / (left.norm() * right.norm()).clamp_min(1e-300)
+    It depends on the tree, but not on whether it vanishes. Targets and sources of one kind are the same tokens.
+    """
+    if pair.maps.shape[-1] != pair.maps.shape[-2]:
+        return float("nan")
+    targets, sources = pair.weight.shape
+    apart = 0 if targets == sources else targets
+    maps = {(i, apart + j): pair.maps[i, j] for i, j in pair.support.nonzero().tolist()}
+    if max(float(torch.linalg.cond(each)) for each in maps.values()) > _INVERTIBLE:
+        return float("nan")
+    frames: dict[int, Tensor] = {}
+    for root in range(apart + sources):
+        if root not in frames:
+            frames[root], queue = torch.eye(pair.maps.shape[-1], dtype=torch.float64), [root]
+            while queue:
+                here = queue.pop()
+                for (i, j), each in maps.items():
+                    if j == here and i not in frames:
+                        frames[i] = each @ frames[here]
+                        queue.append(i)
+                    elif i == here and j not in frames:
+                        frames[j] = torch.linalg.inv(each) @ frames[here]
+                        queue.append(j)
 
-    if max(float(torch.linalg.cond(each)) for each in maps.values()) < 1e8:  # frames along a spanning forest
-        frames: dict[int, Tensor] = {}
-        for root in range(len(pair.weight)):
-            if root not in frames:
-                frames[root], queue = torch.eye(pair.maps.shape[-1], dtype=torch.float64), [root]
-                while queue:
-                    here = queue.pop()
-                    for i, j in edges:
-                        if j == here and i not in frames:
-                            frames[i] = maps[i, j] @ frames[here]
-                            queue.append(i)
-                        elif i == here and j not in frames:
-                            frames[j] = torch.linalg.inv(maps[i, j]) @ frames[here]
-                            queue.append(j)
-        return max(float(angle(maps[i, j], frames[i] @ torch.linalg.inv(frames[j]))) for i, j in edges)
-    # singular transports have no frames: compare the two ways along every transitive triangle (T8)
-    found = [
-        float(angle(maps[i, j] @ maps[j, k], maps[i, k]))
-        for i, j in edges
-        for m, k in edges
-        if m == j and (i, k) in maps
-    ]
-    return max(found, default=float("nan"))
+    def angle(left: Tensor, right: Tensor) -> float:
+        return 1 - float((left * right).sum() / (left.norm() * right.norm()))
+
+    return max(0.0, *(angle(each, frames[i] @ torch.linalg.inv(frames[j])) for (i, j), each in maps.items()))
+
+
+def _no_inverse(pair: Pair) -> float:
+    """Largest |M - c I| / (|M| + |c I|) of the ways there and back M, 0 to 1; NaN if no edge has a way back."""
+    there = pair.support & pair.support.T
+    if not there.triu(1).any():  # loops alone lead nowhere
+        return float("nan")
+    products = (pair.maps @ pair.maps.transpose(0, 1))[there]
+    width = products.shape[-1]
+    scale = products.diagonal(dim1=-1, dim2=-2).mean().clamp_min(0)  # a way back that turns vectors around is none
+    ideal = scale * torch.eye(width, dtype=torch.float64)
+    sizes = torch.linalg.matrix_norm(products) + torch.linalg.matrix_norm(ideal)
+    return float(torch.where(sizes > 0, torch.linalg.matrix_norm(products - ideal) / sizes, 1.0).max())
+
+
+def scale(pair: Pair) -> float:
+    r"""The c for which :math:`\Omega_{ij}^T\Omega_{ij} = cI` holds best, the mean over edges; 1 for isometries."""
+    grams = (pair.maps.transpose(-1, -2) @ pair.maps)[pair.support]
+    return float(grams.diagonal(dim1=-1, dim2=-2).mean())
 
 
 def defects(pair: Pair) -> dict[str, float]:
-    r"""How far a pair is from each condition; zero iff it holds, NaN where it makes no sense (two kinds of token).
+    r"""How far a pair is from each condition; zero iff it holds, NaN where it makes no sense.
 
     Returns
     -------
     dict of str to float
         ``nonnegative``: share of negative weight, :math:`\sum W^-/\sum|W|`. ``stochastic``: largest
-        :math:`|\sum_jW_{ij} - 1|`. ``reversible``: :math:`|\Pi W - W^T\Pi|/|\Pi W + W^T\Pi|` at `best_measure`.
-        ``isometric``: largest :math:`|\Omega_{ij}^T\Omega_{ij}/c - I|_F/\sqrt d`, with one c for all edges (their
-        mean). ``inverse``: largest :math:`|\Omega_{ij}\Omega_{ji}/c - I|_F/\sqrt d` over edges with a way back.
-        ``flat``: largest 1 - cos between a transport and :math:`g_ig_j^{-1}` (T8). ``constant``: relative error of the
-        best single transport (T3).
+        :math:`|\sum_jW_{ij} - 1|`. ``reversible``: :math:`|\Pi W - W^T\Pi|/|\Pi W + W^T\Pi|` at `best_measure`; NaN
+        between two kinds of token, or with signs. ``isometric``: largest
+        :math:`|\Omega_{ij}^T\Omega_{ij}/c - I|_F/\sqrt d`, with one c for all edges (`scale`); at least
+        :math:`\sqrt{d/r - 1}` for maps of rank r. ``inverse``: largest
+        :math:`|M - cI|_F/(|M|_F + |cI|_F)` over :math:`M = \Omega_{ij}\Omega_{ji}`, with one :math:`c \ge 0`; NaN if no
+        edge has a way back. ``flat``: largest 1 - cos between a transport and :math:`g_ig_j^{-1}`, frames g taken along
+        a spanning tree (T8); NaN for singular maps. ``constant``: relative distance of the blocks
+        :math:`W_{ij}\Omega_{ij}` from :math:`w_{ij}T` with one T (T3). All of transports that are zero: NaN.
     """
     weight, support = pair.weight, pair.support
     among = weight.shape[0] == weight.shape[1]
-    square = among and pair.maps.shape[-1] == pair.maps.shape[-2]
+    square = pair.maps.shape[-1] == pair.maps.shape[-2]
     negative = float(weight.clamp_max(0).abs().sum() / weight.abs().sum())
-    width = pair.maps.shape[-1]
-    eye = torch.eye(width, dtype=torch.float64)
-    grams = (pair.maps.transpose(-1, -2) @ pair.maps)[support]
-    returns = (pair.maps @ pair.maps.transpose(0, 1))[support & support.T] if square else grams[:0]
-    values = torch.linalg.svdvals(pair.blocks().flatten(2).flatten(0, 1)).square()
-
-    def farthest(products: Tensor) -> float:
-        if not len(products):
-            return float("nan")
-        scale = products.diagonal(dim1=-1, dim2=-2).mean().abs().clamp_min(1e-300)
-        return float(torch.linalg.matrix_norm(products / scale - eye).max() / width**0.5)
-
-    return {
+    found = {
         "nonnegative": negative,
         "stochastic": float((weight.sum(1) - 1).abs().max()),
         "reversible": reversibility_defect(weight, best_measure(weight)) if among and not negative else float("nan"),
-        "isometric": farthest(grams),
-        "inverse": farthest(returns),
-        "flat": _flatness(pair) if square else float("nan"),
+    }
+    largest = pair.maps[support].abs().max()
+    if largest == 0:
+        return found | dict.fromkeys(CONDITIONS[3:], float("nan"))
+    unit = Pair(weight, pair.maps / largest)  # no square leaves the range of floats
+    width = unit.maps.shape[-1]
+    grams = (unit.maps.transpose(-1, -2) @ unit.maps)[support]
+    apart = torch.linalg.matrix_norm(grams / scale(unit) - torch.eye(width, dtype=torch.float64)) / width**0.5
+    values = torch.linalg.svdvals((unit.blocks() / weight.abs().max()).flatten(2).flatten(0, 1)).square()
+    return found | {
+        "isometric": float(apart.max()),
+        "inverse": _no_inverse(unit) if among and square else float("nan"),
+        "flat": _flatness(unit),
         "constant": float((values[1:].sum() / values.sum()).sqrt()),
     }
 

@@ -1,11 +1,13 @@
 """Every system of the atlas against the walk it induces, and the measures of a pair against hand-made ones."""
 
+import math
 from pathlib import Path
 
 import pytest
 import torch
 
 from cwlib.atlas import place, table
+from cwlib.atlas_geometry import laplacian_checks
 from cwlib.atlas_pair import CONDITIONS, ROUNDING, SYSTEMS, Pair, best_measure, defects, ranks
 from cwlib.measures import uniform_measure
 from cwlib.synthetic import conditioned_walk, flat_walk, random_measure, random_orthogonal, random_walk
@@ -76,6 +78,59 @@ def test_defects_find_the_condition_that_was_dropped(dropped: str | None) -> Non
 def test_flat_connections_are_found_in_any_frames() -> None:
     frames = random_orthogonal(1, 5, 3) * torch.linspace(0.5, 2, 5, dtype=torch.float64)[:, None, None]
     assert defects(_pair(flat_walk(2, random_measure(2, 5), frames)))["flat"] < 1e-12
+
+
+@pytest.mark.parametrize("size", [1e-155, 1e-170, 1e155])
+def test_defects_do_not_depend_on_the_size_of_maps(size: float) -> None:
+    pair = Pair.from_walk(random_walk(0, heads=2, tokens=4, d_model=3, d_head=3))
+    assert defects(Pair(pair.weight, size * pair.maps)) == pytest.approx(defects(pair), rel=1e-9)
+
+
+def test_what_makes_no_sense_is_not_a_number() -> None:
+    weight, names = torch.full((3, 3), 1 / 3, dtype=torch.float64), ("isometric", "inverse", "flat", "constant")
+    nothing = defects(Pair(weight, torch.zeros(3, 3, 2, 2)))
+    assert [name for name, value in nothing.items() if value != value] == list(names)
+    eye = torch.eye(2, dtype=torch.float64)
+    assert max(defects(Pair.constant(weight, eye))[name] for name in names) < 1e-15
+    for least in (1e-9, 0.0):  # a singular map goes along no path back
+        assert math.isnan(defects(Pair.constant(weight, torch.diag(torch.tensor([1.0, least]))))["flat"])
+    causal = defects(Pair.constant(weight.tril() / weight.tril().sum(1, keepdim=True), eye))
+    assert math.isnan(causal["inverse"]) and causal["isometric"] == 0
+
+
+def test_a_way_back_that_turns_vectors_around_is_no_inverse() -> None:
+    turn = torch.tensor([[0.0, -2.0], [2.0, 0.0]], dtype=torch.float64)
+    measured = defects(Pair.constant(torch.full((3, 3), 1 / 3, dtype=torch.float64), turn))
+    assert measured["inverse"] == 1 and measured["isometric"] < 1e-15
+
+
+def test_two_kinds_of_token_have_frames_of_their_own() -> None:
+    frames = random_orthogonal(3, 5, 2)
+    maps = frames[:2, None] @ frames[None, 2:].mT
+    weight = torch.full((2, 3), 1 / 3, dtype=torch.float64)
+    assert defects(Pair(weight, maps))["flat"] < 1e-14
+    maps[0, 0] = -maps[0, 0]
+    assert defects(Pair(weight, maps))["flat"] > 1
+
+
+@pytest.mark.parametrize("size", [0.5, 0.9, 1.1])
+def test_a_massive_operator_is_no_connection_laplacian(size: float) -> None:
+    pair = SYSTEMS["Gauge equivariant CNN"].place(0).pair
+    assert laplacian_checks("as it is", pair)[0].passed
+    assert not laplacian_checks("scaled", Pair(pair.weight, size * pair.maps))[0].passed
+
+
+def test_a_pair_keeps_its_numbers() -> None:
+    weight = torch.eye(2, dtype=torch.float64)
+    pair = Pair.constant(weight, torch.eye(2, dtype=torch.float64))
+    weight.mul_(2)
+    assert pair.weight.sum() == 2
+
+
+@pytest.mark.parametrize("seed", [-1, 1.5, None, "a"])
+def test_seeds_that_are_none_are_refused(seed: object, unchecked: None) -> None:
+    with pytest.raises(ValueError, match="seed: expected an integer, at least 0, got"):
+        place("Transformer", seed)
 
 
 def test_best_measure_is_the_reversible_one() -> None:
