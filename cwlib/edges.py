@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cwlib._types import Field, Gauge, Section, Walk
 from cwlib.blocks import PerToken
-from cwlib.validation import require_dense, require_finite, require_gauge
+from cwlib.validation import require_dense, require_finite, require_gauge, require_token
 from cwlib.walk import ConnectionWalk
 
 Frames = Float[Tensor, "token d_model d_model"]
@@ -138,7 +138,8 @@ class EdgeWalk:
         return self._spread(self.weight * scale)
 
     def transport(self, dst: int, src: int) -> Float[Tensor, "d_model d_model"]:
-        """The transport of one edge; ValueError if the edge carries no weight."""
+        """The transport of one edge; ValueError if the edge carries no weight or an index is out of range."""
+        dst, src = require_token("dst", dst, self.tokens), require_token("src", src, self.tokens)
         found = ((self.dst == dst) & (self.src == src)).nonzero().flatten()
         if not len(found):
             raise ValueError(f"edge (dst={dst}, src={src}): expected W > 0, got 0; choose an edge in walk.support")

@@ -1,5 +1,7 @@
 """Refusals at the boundary: what a tensor must be before it becomes an operator."""
 
+import operator
+
 import torch
 from torch import Tensor
 
@@ -92,6 +94,31 @@ def validate_attention(attention: Tensor, absorption: Tensor | None = None) -> N
             f"{head}, dst {dst}; axes are (head, dst, src) with the softmax over src: transpose, divide by row sums or "
             "declare the mass that goes to a learned sink as absorption="
         )
+
+
+def as_integer(given: object) -> int | None:
+    """The integer that Python's or numpy's number is; None for anything else, and for booleans."""
+    try:
+        return None if isinstance(given, bool) else operator.index(given)
+    except TypeError:
+        return None
+
+
+def require_token(name: str, given: object, tokens: int) -> int:
+    """The index of a token from 0 on, for one that may be counted from the end; refuse any other."""
+    index = as_integer(given)
+    if index is None or not -tokens <= index < tokens:
+        raise ValueError(
+            f"{name}: expected an integer, a token index below {tokens} (or from -{tokens}, counted from the end), "
+            f"got {given!r}"
+        )
+    return index % tokens
+
+
+def require_kind(name: str, given: object, kind: type, remedy: str) -> None:
+    """Refuse anything but an object of one class."""
+    if not isinstance(given, kind):
+        raise ValueError(f"{name}: expected {kind.__name__}, got {type(given).__name__}; {remedy}")
 
 
 def require_gauge(gauge: str) -> None:
