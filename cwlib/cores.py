@@ -21,7 +21,7 @@ from torch import Tensor
 
 from cwlib._types import HeadGram, Output, Value
 from cwlib.kernels import composition_forms, gram, grams, workspace
-from cwlib.validation import require_finite
+from cwlib.validation import as_integer, require_finite
 
 HeadCores = Float[Tensor, "head other d_head d_other"]
 
@@ -58,9 +58,16 @@ class HeadTransports:
         require_finite("value", self.value, 3, "kv_head, d_head, d_model")
         require_finite("output", self.output, 3, "head, d_model, d_head")
         heads, d_model, d_head = self.output.shape
-        if not isinstance(self.groups, int) or self.groups < 1 or self.value.shape[0] * self.groups != heads:
+        groups = as_integer(self.groups)
+        if groups is None or groups < 1 or heads % groups:
             raise ValueError(
-                f"value: expected {heads} heads / groups={self.groups!r} to match output's {heads} heads, got "
+                f"groups: expected a positive integer that divides output's {heads} heads, got {self.groups!r}; "
+                "pass query heads per value head, 1 unless the layer uses grouped-query attention"
+            )
+        object.__setattr__(self, "groups", groups)  # a frozen dataclass: set past its guard, once
+        if self.value.shape[0] * groups != heads:
+            raise ValueError(
+                f"value: expected {heads} heads / groups={groups} to match output's {heads} heads, got "
                 f"{self.value.shape[0]}; for grouped-query attention pass groups = query heads per value head"
             )
         if tuple(self.value.shape[1:]) != (d_head, d_model):

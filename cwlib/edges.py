@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cwlib._types import Field, Gauge, Section, Walk
 from cwlib.blocks import PerToken
-from cwlib.validation import require_finite, require_gauge
+from cwlib.validation import require_dense, require_finite, require_gauge, require_token
 from cwlib.walk import ConnectionWalk
 
 Frames = Float[Tensor, "token d_model d_model"]
@@ -60,12 +60,9 @@ class EdgeWalk:
             object.__setattr__(self, name, getattr(self, name).detach().to(self.maps.device, torch.float64))
         for name in ("dst", "src"):
             index = getattr(self, name)
-            if not isinstance(index, Tensor) or index.ndim != 1 or index.dtype not in INTEGERS:
-                got = (
-                    f"{index.dtype} of shape {tuple(index.shape)}"
-                    if isinstance(index, Tensor)
-                    else type(index).__name__
-                )
+            require_dense(name, index, "integers, one per edge")
+            if index.ndim != 1 or index.dtype not in INTEGERS:
+                got = f"{index.dtype} of shape {tuple(index.shape)}"
                 raise ValueError(f"{name}: expected a tensor of integers of shape (edge), got {got}")
             object.__setattr__(self, name, index.to(self.maps.device, torch.int64))
         edges = len(self.weight)
@@ -141,7 +138,8 @@ class EdgeWalk:
         return self._spread(self.weight * scale)
 
     def transport(self, dst: int, src: int) -> Float[Tensor, "d_model d_model"]:
-        """The transport of one edge; ValueError if the edge carries no weight."""
+        """The transport of one edge; ValueError if the edge carries no weight or an index is out of range."""
+        dst, src = require_token("dst", dst, self.tokens), require_token("src", src, self.tokens)
         found = ((self.dst == dst) & (self.src == src)).nonzero().flatten()
         if not len(found):
             raise ValueError(f"edge (dst={dst}, src={src}): expected W > 0, got 0; choose an edge in walk.support")

@@ -1,5 +1,7 @@
 """Refusals at the boundary: what a tensor must be before it becomes an operator."""
 
+import operator
+
 import torch
 from torch import Tensor
 
@@ -11,15 +13,29 @@ from cwlib.kernels import row_sums
 ROW_SUM_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 1e-2}
 
 
-def require_floating(name: str, tensor: object, ndim: int, axes: str) -> None:
-    """Refuse anything but a floating-point tensor with ``ndim`` axes."""
+def require_dense(name: str, tensor: object, axes: str) -> None:
+    """Refuse anything but a dense tensor that holds numbers."""
     if not isinstance(tensor, Tensor):
-        raise ValueError(f"{name}: expected a torch.Tensor ({axes}), got {type(tensor).__name__}; use torch.as_tensor")
-    if tensor.dtype not in ROW_SUM_TOLERANCE or tensor.ndim != ndim or 0 in tensor.shape:
         raise ValueError(
-            f"{name}: expected a non-empty floating-point tensor of shape ({axes}), "
-            f"got {tensor.dtype} of shape {tuple(tensor.shape)}"
+            f"{name}: expected a torch.Tensor ({axes}), got {type(tensor).__name__}; "
+            "use torch.from_numpy or torch.as_tensor"
         )
+    if tensor.layout != torch.strided:
+        raise ValueError(f"{name}: expected a dense tensor ({axes}), got layout {tensor.layout}; use .to_dense()")
+    if tensor.is_meta:
+        raise ValueError(
+            f"{name}: expected a tensor that holds numbers ({axes}), got one on the meta device; load the weights"
+        )
+
+
+def require_floating(name: str, tensor: object, ndim: int, axes: str) -> None:
+    """Refuse anything but a dense floating-point tensor with ``ndim`` axes."""
+    require_dense(name, tensor, axes)
+    if tensor.dtype not in ROW_SUM_TOLERANCE:
+        use = "take .real" if tensor.is_complex() else "use .double()"
+        raise ValueError(f"{name}: expected a floating-point tensor of 16 to 64 bits, got {tensor.dtype}; {use}")
+    if tensor.ndim != ndim or 0 in tensor.shape:
+        raise ValueError(f"{name}: expected a non-empty tensor of shape ({axes}), got shape {tuple(tensor.shape)}")
 
 
 def require_finite(name: str, tensor: object, ndim: int, axes: str) -> None:
@@ -30,7 +46,10 @@ def require_finite(name: str, tensor: object, ndim: int, axes: str) -> None:
         bad = (~torch.isfinite(tensor.detach())).nonzero()
         if len(bad):
             at = bad[0].tolist()
-            raise ValueError(f"{name}: expected finite entries, got {tensor[tuple(at)].item()} at {at}")
+            raise ValueError(
+                f"{name}: expected finite entries, got {tensor[tuple(at)].item()} at {at}, the first of {len(bad)} "
+                "that are not; recompute them, in a wider dtype if they overflowed"
+            )
 
 
 def validate_attention(attention: Tensor, absorption: Tensor | None = None) -> None:
@@ -75,6 +94,31 @@ def validate_attention(attention: Tensor, absorption: Tensor | None = None) -> N
             f"{head}, dst {dst}; axes are (head, dst, src) with the softmax over src: transpose, divide by row sums or "
             "declare the mass that goes to a learned sink as absorption="
         )
+
+
+def as_integer(given: object) -> int | None:
+    """The integer that Python's or numpy's number is; None for anything else, and for booleans."""
+    try:
+        return None if isinstance(given, bool) else operator.index(given)
+    except TypeError:
+        return None
+
+
+def require_token(name: str, given: object, tokens: int) -> int:
+    """The index of a token from 0 on, for one that may be counted from the end; refuse any other."""
+    index = as_integer(given)
+    if index is None or not -tokens <= index < tokens:
+        raise ValueError(
+            f"{name}: expected an integer, a token index below {tokens} (or from -{tokens}, counted from the end), "
+            f"got {given!r}"
+        )
+    return index % tokens
+
+
+def require_kind(name: str, given: object, kind: type, remedy: str) -> None:
+    """Refuse anything but an object of one class."""
+    if not isinstance(given, kind):
+        raise ValueError(f"{name}: expected {kind.__name__}, got {type(given).__name__}; {remedy}")
 
 
 def require_gauge(gauge: str) -> None:

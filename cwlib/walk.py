@@ -11,7 +11,7 @@ from cwlib._types import Attention, Field, Gauge, HeadGram, Output, Section, Val
 from cwlib.blocks import FactoredBlocks, attention_factor, attention_gram, gates, near_one
 from cwlib.cores import HeadTransports
 from cwlib.kernels import upcast
-from cwlib.validation import require_finite, require_gauge, validate_attention
+from cwlib.validation import require_finite, require_gauge, require_token, validate_attention
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -63,6 +63,7 @@ class ConnectionWalk:
     def __post_init__(self) -> None:
         validate_attention(self.attention, self.absorption)
         transports = self.transports
+        object.__setattr__(self, "groups", transports.groups)  # an int, whatever integer came
         if transports.heads != self.heads:
             raise ValueError(
                 f"attention: expected {transports.heads} heads to match output, got {self.heads} "
@@ -190,9 +191,7 @@ class ConnectionWalk:
 
     def operator_block(self, dst: int, src: int) -> Float[Tensor, "d_model d_model"]:
         r"""The dense block :math:`K_{ij} = \sum_h A^h_{ij} T_h` of one edge ``src -> dst``, float64."""
-        for name, index, size in (("dst", dst, self.n_dst), ("src", src, self.n_src)):
-            if not -size <= index < size:
-                raise ValueError(f"{name}: expected a token index below {size}, got {index}")
+        dst, src = require_token("dst", dst, self.n_dst), require_token("src", src, self.n_src)
         output = self.transports._o * self.attention.detach()[:, dst, src, None, None].to(torch.float64)
         return torch.einsum("hda,hae->de", output, self.transports.per_head(self.transports._v))
 

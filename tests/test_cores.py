@@ -493,17 +493,24 @@ def spoilt(tensor: torch.Tensor, entry: float) -> torch.Tensor:
 WRONG: dict[str, tuple[Callable[[], HeadTransports], list[str]]] = {
     "value from numpy": (lambda: HeadTransports(V.numpy(), O, 2), ["value", "torch.Tensor", "ndarray", "as_tensor"]),
     "output a list": (lambda: HeadTransports(V, O.tolist(), 2), ["output", "torch.Tensor", "list"]),
-    "integers": (lambda: HeadTransports(V.int(), O, 2), ["value", "floating-point", "int32"]),
-    "complex": (lambda: HeadTransports(V, O.to(torch.complex64), 2), ["output", "floating-point", "complex64"]),
+    "integers": (lambda: HeadTransports(V.int(), O, 2), ["value", "floating-point", "int32", ".double()"]),
+    "complex": (lambda: HeadTransports(V, O.to(torch.complex64), 2), ["output", "floating", "complex64", ".real"]),
+    "meta value": (lambda: HeadTransports(V.to("meta"), O, 2), ["value", "holds numbers", "meta", "load the weights"]),
+    "sparse output": (lambda: HeadTransports(V, O.to_sparse(), 2), ["output", "dense", "sparse_coo", ".to_dense()"]),
     "two axes": (lambda: HeadTransports(V[0], O, 2), ["value", "kv_head, d_head, d_model", "(3, 8)"]),
     "four axes": (lambda: HeadTransports(V, O[None], 2), ["output", "head, d_model, d_head", "(1, 4, 8, 3)"]),
     "no heads": (lambda: HeadTransports(V[:0], O[:0]), ["value", "non-empty", "(0, 3, 8)"]),
     "no width": (lambda: HeadTransports(V[:, :0], O[..., :0], 2), ["value", "non-empty", "(2, 0, 8)"]),
-    "NaN": (lambda: HeadTransports(spoilt(V, NAN), O, 2), ["value", "finite", "nan", "[1, 2, 0]"]),
+    "NaN": (lambda: HeadTransports(spoilt(V, NAN), O, 2), ["value", "nan at [1, 2, 0], the first of 1", "recompute"]),
     "inf": (lambda: HeadTransports(V, spoilt(O, -INF), 2), ["output", "finite", "-inf", "[1, 2, 0]"]),
     "groups forgotten": (lambda: HeadTransports(V, O), ["value", "4 heads", "groups=1", "got 2", "grouped-query"]),
     "groups wrong": (lambda: HeadTransports(V, O, 4), ["value", "groups=4", "got 2"]),
-    "no groups": (lambda: HeadTransports(O.mT, O, 0), ["groups=0"]),
+    "no groups": (lambda: HeadTransports(O.mT, O, 0), ["groups: ", "positive integer", "got 0", "per value head"]),
+    "groups negative": (lambda: HeadTransports(V, O, -2), ["groups: ", "positive integer", "got -2"]),
+    "groups a float": (lambda: HeadTransports(V, O, 2.0), ["groups: ", "positive integer", "got 2.0"]),
+    "groups a truth": (lambda: HeadTransports(O.mT, O, True), ["groups: ", "positive integer", "got True"]),
+    "groups a text": (lambda: HeadTransports(V, O, "2"), ["groups: ", "positive integer", "got '2'"]),
+    "groups uneven": (lambda: HeadTransports(V, O, np.int64(3)), ["groups: ", "divides output's 4 heads", "3"]),
     "value transposed": (lambda: HeadTransports(V.mT, O, 2), ["value", "(2, 3, 8)", "got (2, 8, 3)", "transpose"]),
     "other d_model": (lambda: HeadTransports(V[..., :7], O, 2), ["value", "(2, 3, 8)", "got (2, 3, 7)"]),
     "other d_head": (lambda: HeadTransports(V[:, :2], O, 2), ["value", "(2, 3, 8)", "got (2, 2, 8)"]),
@@ -517,6 +524,12 @@ def test_wrong_factors_are_refused(name: str, unchecked: None) -> None:
         build()
     for word in words:
         assert word in str(caught.value), (word, str(caught.value))
+
+
+def test_groups_of_numpy_are_integers(unchecked: None) -> None:
+    transports = HeadTransports(V, O, np.int64(2))
+    assert type(transports.groups) is int and transports.groups == 2
+    assert type(ConnectionWalk(torch.full((4, 6, 6), 1 / 6), V, O, groups=np.int32(2)).groups) is int
 
 
 def test_gram_of_layers_of_different_width_is_refused() -> None:

@@ -161,6 +161,10 @@ WRONG: dict[str, tuple[Callable[[], object], tuple[str, ...]]] = {
     "weight negative": (lambda: cycle_of(weight=torch.tensor([1.0, -2, 1])), ("weight", "positive", "got -2")),
     "weight not a number": (lambda: cycle_of(weight=torch.tensor([1.0, torch.nan, 1])), ("weight", "nan at [1]")),
     "weight of integers": (lambda: cycle_of(weight=torch.ones(3, dtype=torch.long)), ("weight", "floating", "int64")),
+    "weight meta": (lambda: cycle_of(weight=torch.ones(3, device="meta")), ("weight", "holds numbers", "meta", "load")),
+    "maps sparse": (lambda: cycle_of(maps=eyes(3).to_sparse()), ("maps", "dense", "sparse_coo", ".to_dense()")),
+    "source sparse": (lambda: cycle_of(src=torch.tensor([1, 2, 0]).to_sparse()), ("src", "dense", ".to_dense()")),
+    "source meta": (lambda: cycle_of(src=torch.zeros(3, dtype=int, device="meta")), ("src", "numbers", "meta", "load")),
     "weight a list": (lambda: cycle_of(weight=[1.0, 1.0, 1.0]), ("weight", "torch.Tensor", "list")),
     "map infinite": (lambda: cycle_of(maps=torch.inf * ONES.repeat(3, 1, 1)), ("maps", "finite", "inf at [0, 0, 0]")),
     "maps not square": (lambda: cycle_of(maps=torch.ones(3, 2, 3)), ("maps", "square", "(3, 2, 3)")),
@@ -180,7 +184,9 @@ WRONG: dict[str, tuple[Callable[[], object], tuple[str, ...]]] = {
     ),
     "gauge unknown": (lambda: cycle_of().effective_walk("max"), ("gauge", "mean, sum, norm", "'max'")),
     "edge without weight": (lambda: cycle_of().transport(0, 2), ("dst=0, src=2", "W > 0, got 0", "walk.support")),
-    "edge out of range": (lambda: cycle_of().transport(0, 7), ("dst=0, src=7", "expected W > 0")),
+    "dst out of range": (lambda: cycle_of().transport(3, 0), ("dst", "token index below 3", "from -3", "got 3")),
+    "src out of range": (lambda: cycle_of().transport(0, -4), ("src", "token index below 3", "from -3", "got -4")),
+    "half an index": (lambda: cycle_of().transport(0, 0.5), ("src", "integer", "below 3", "got 0.5")),
     "field of other shape": (lambda: cycle_of() @ torch.ones(2, 3), ("field", "(3, 2)", "got (2, 3)")),
     "field not a number": (lambda: cycle_of() @ torch.full((3, 2), torch.nan), ("field", "finite", "nan at [0, 0]")),
     "one frame for all": (lambda: cycle_of().change_frames(ONES), ("frames", "token, d_model, d_model", "(2, 2)")),
@@ -196,3 +202,9 @@ def test_wrong_inputs_are_refused(name: str, unchecked: None) -> None:
         attempt()
     for word in words:
         assert word in str(caught.value), (word, str(caught.value))
+
+
+def test_tokens_are_counted_from_the_end_as_in_a_layer(unchecked: None) -> None:
+    layer = random_walk(0)
+    agree(EdgeWalk.from_walk(layer).transport(-1, np.int64(0)), layer.transport(-1, np.int64(0)))
+    agree(layer.transport(-1, 0), layer.transport(5, 0))

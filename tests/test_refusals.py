@@ -180,7 +180,7 @@ WRONG: dict[str, tuple[Callable[[], object], tuple[str, ...]]] = {
     # edges
     "indices of floats": (lambda: cycle_of(dst=torch.arange(3.0)), ("dst", "integers", "float32")),
     "indices in a column": (lambda: cycle_of(src=torch.arange(3)[:, None]), ("src", "(edge)", "(3, 1)")),
-    "indices a list": (lambda: cycle_of(dst=[0, 1, 2]), ("dst", "tensor of integers", "list")),
+    "indices a list": (lambda: cycle_of(dst=[0, 1, 2]), ("dst", "integers", "list")),
     "half a token": (lambda: cycle_of(tokens=3.5), ("tokens", "int", "3.5")),
     "more maps than pairs": (
         lambda: EdgeWalk.from_dense(torch.ones(2, 2), torch.ones(3, 3, 2, 2)),
