@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import version
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -110,9 +110,19 @@ def _identity(name: str) -> tuple[str, str, str]:
     config = opened.model.config.to_dict() | {"dtype": "float32"}  # in which it is loaded
     for incidental in ("_name_or_path", "transformers_version"):
         config.pop(incidental, None)
-    backend = getattr(opened.tokenizer, "backend_tokenizer", None)
-    content = [json.dumps(config, sort_keys=True, default=str), backend.to_str() if backend else ""]
+    content = [json.dumps(config, sort_keys=True, default=str), _content(opened.tokenizer)]
     return opened.sha256, hashlib.sha256(json.dumps(content).encode()).hexdigest(), opened.kind
+
+
+def _content(tokenizer: Any) -> str:
+    """What decides which tokens a tokenizer makes."""
+    if backend := getattr(tokenizer, "backend_tokenizer", None):
+        return backend.to_str()
+    if not hasattr(tokenizer, "get_vocab"):
+        return ""
+    settings = {k: v for k, v in tokenizer.init_kwargs.items() if k not in ("name_or_path", "vocab_file")}
+    own = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items()), settings]
+    return json.dumps(own, sort_keys=True, default=str)
 
 
 def _spread(items: Sequence[Passage], count: int) -> list[Passage]:

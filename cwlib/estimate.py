@@ -146,9 +146,14 @@ def overview(names: Iterable[str], texts: Sequence[Passage], device: str = "auto
     rates = Rates.measured(device) if rates is None else rates
     lengths = [approximate_tokens(passage.text) for passage in texts]
     tokens, free = max(lengths), free_memory(place)
-    lines, downloads, seconds = [], dict[Path, int](), 0.0
+    lines, downloads, seconds, unreadable = [], dict[Path, int](), 0.0, []
     for name in names:
-        facts = _facts(name)
+        try:
+            facts = _facts(name)
+        except Exception as error:  # of its files, whatever it is: the others go on
+            lines.append({"checkpoint": name, "weights": "cannot be read"})
+            unreadable.append(f"\n{name}: {str(error).strip().splitlines()[0] if str(error).strip() else error!r}")
+            continue
         if facts is None:
             lines.append({"checkpoint": name, "weights": "not here yet, and not in the list of the hub"})
             continue
@@ -176,7 +181,8 @@ def overview(names: Iterable[str], texts: Sequence[Passage], device: str = "auto
     gpus = [f"{torch.cuda.get_device_name(i)}: {_size(room)} free" for i, room in free.items() if i != "cpu"]
     memory = f"memory: {_size(free_memory(torch.device('cpu'))['cpu'])} free"
     return (
-        f"{table}{ask}\n{len(texts)} texts of up to about {tokens} tokens. {'; '.join([*gpus, memory])}; "
+        f"{table}{''.join(unreadable)}{ask}\n"
+        f"{len(texts)} texts of up to about {tokens} tokens. {'; '.join([*gpus, memory])}; "
         f"{rates.double / 1e9:,.0f} GFLOP/s in double precision, {rates.single / 1e9:,.0f} in single.\n"
         f"In all about {_duration(seconds)} of computing from nothing; cells that are finished are not computed again."
         + "".join(f"\n{_room(folder, size)}" for folder, size in downloads.items())

@@ -44,6 +44,15 @@ class Failures(dict[str, Exception]):
         super().__init__()
         self.tell = tell
 
+    def alone(self) -> Exception:
+        """The error of the only checkpoint, as one that says which; raise it."""
+        ((name, error),) = self.items()
+        if isinstance(error, CheckpointError | ValueError | OSError):
+            return error
+        found = CheckpointError(f"{name}: {_reason(name, error)}")
+        found.__cause__ = error
+        return found
+
     def __setitem__(self, name: str, error: Exception) -> None:
         reason = _reason(name, error)
         if self.tell and reason not in (_reason(*other) for other in self.items()):

@@ -37,7 +37,11 @@ def asked_for(
     else:
         listed = [profile] if isinstance(profile, Path) else profile
         # a Path is a folder, never a name of the catalogue
-        names = tuple(dict.fromkeys(str(p.resolve()) if isinstance(p, Path) else p for p in listed))
+        named = [str(p.resolve()) if isinstance(p, Path) else p for p in listed]
+        places: dict[str, str] = {}  # one folder may be spelt in several ways
+        for name in named:
+            places.setdefault(str(Path(name).resolve()) if name and Path(name).exists() else name, name)
+        names = tuple(places.values())
         control = ()
         if not names:
             raise ValueError("profile: expected a profile or at least one checkpoint, got none")

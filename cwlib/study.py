@@ -8,15 +8,17 @@ a rerun computes only what is missing.
 
 import hashlib
 import json
+import os
 import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
+from filelock import FileLock
 from tqdm import tqdm
 
-from cwlib.catalogue import CheckpointError, cache_dir
+from cwlib.catalogue import cache_dir
 from cwlib.cells import IDENTITY, ROW, Cell, plan
 from cwlib.corpus import Passage
 from cwlib.estimate import overview
@@ -151,7 +153,7 @@ def run(
         own error, as `cwlib.CheckpointError`. Cells already computed are kept.
     """
     names, control, texts = asked_for(profile, texts)
-    folder = None if folder is None else Path(folder)
+    folder = None if folder is None else _writable(Path(folder))
     work = cache_dir() / "study"
     if progress and profile not in ("smoke", "wheels"):
         print(overview(names, texts, device), file=sys.stderr)
@@ -163,7 +165,7 @@ def run(
     missing = {c.key: c for c in cells if c.key not in known and (fresh or _stored(work, c) is None)}
     _compute(list(missing.values()), work, device, progress, workers, scheduler, failed)
     if failed and set(names) <= failed.keys():
-        raise next(iter(failed.values())) if len(names) == 1 else Incomplete(failed, pd.DataFrame(columns=ROW))
+        raise failed.alone() if len(names) == 1 else Incomplete(failed, pd.DataFrame(columns=ROW))
 
     tables, origins = [], []
     for cell in cells:
@@ -180,18 +182,41 @@ def run(
         origins.append(origin)
     table = pd.concat(tables).sort_values(ROW, ignore_index=True)
     if folder is not None:
-        if earlier is not None:  # other checkpoints measured into this folder stay
-            others = [frame[~frame["checkpoint"].isin(table["checkpoint"])] for frame in earlier]
-            tables, origins = [*tables, others[0]], [*origins, others[1]]
-        whole = pd.concat(tables).sort_values(ROW, ignore_index=True)
-        origin = pd.concat(origins).sort_values(IDENTITY, ignore_index=True)
-        write_atomically(folder / "study.csv", whole.to_csv(index=False, float_format="%.6g").encode())
-        write_atomically(folder / "cells.csv", origin.to_csv(index=False).encode())
-        write_atomically(folder / "glossary.csv", glossary().to_csv(index=False).encode())
-        write_atomically(folder / "study.parquet", whole.merge(origin, on=IDENTITY).to_parquet(index=False))
+        _merge(table, pd.concat(origins), folder)
     if failed:
         raise Incomplete(dict(failed), table) from next(iter(failed.values()))
     return table
+
+
+def _merge(table: pd.DataFrame, origin: pd.DataFrame, folder: Path) -> None:
+    """Write a study's tables into a folder, beside what others measured there in the meantime."""
+    own = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()
+    locks = cache_dir() / "locks"
+    locks.mkdir(parents=True, exist_ok=True)
+    with FileLock(locks / f"{own}.lock"):
+        if (found := _committed(folder)) is not None:
+            others = [frame[~frame["checkpoint"].isin(table["checkpoint"])] for frame in found]
+            table, origin = pd.concat([table, others[0]]), pd.concat([origin, others[1]])
+        whole, origin = table.sort_values(ROW, ignore_index=True), origin.sort_values(IDENTITY, ignore_index=True)
+        try:
+            joined = whole.merge(origin, on=IDENTITY).to_parquet(index=False)
+        except (TypeError, ValueError) as error:  # pyarrow's are among them
+            raise ValueError(
+                f"folder: expected in {folder / 'cells.csv'} what a study wrote, got other values ({error}); remove it "
+                "and study.csv and run again: finished cells are in the cache"
+            ) from error
+        write_atomically(folder / "study.csv", whole.to_csv(index=False, float_format="%.6g").encode())
+        write_atomically(folder / "cells.csv", origin.to_csv(index=False).encode())
+        write_atomically(folder / "glossary.csv", glossary().to_csv(index=False).encode())
+        write_atomically(folder / "study.parquet", joined)
+
+
+def _writable(folder: Path) -> Path:
+    """The folder, if files can be written into it once it is made; ValueError at once, not when all is computed."""
+    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(f"folder: expected one that can be written, got {folder}: {there} is not; name another")
+    return folder
 
 
 def _planned(
@@ -202,7 +227,9 @@ def _planned(
     for name in names:
         try:
             cells += plan((name,), texts, (name,) if name in control else ())
-        except (CheckpointError, OSError) as error:
+        except ValueError:  # of the arguments
+            raise
+        except Exception as error:
             failed[name] = error
     return cells
 

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -18,7 +19,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import cwlib
-from cwlib import cells, study, workers
+from cwlib import cells, profiles, study, workers
 from cwlib.cells import Cell
 from cwlib.checkpoints import initialise, tiny_checkpoint
 from cwlib.corpus import Passage
@@ -712,3 +713,72 @@ def test_a_layer_without_transport_does_not_stop_a_study(tmp_path: Path, monkeyp
     assert {"entropy_rate", "sink_mass"} <= set(rows.loc[rows["gauge"] == "mean", "metric"])
     assert not set(rows.loc[rows["gauge"] == "norm", "metric"]) and "spectral_density" not in set(rows["metric"])
     assert np.isfinite(table["value"]).all()
+
+
+def test_two_studies_into_one_folder_keep_each_others_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unchecked: None
+) -> None:
+    compute = study._compute
+
+    def meanwhile(*arguments: object) -> None:
+        compute(*arguments)
+        monkeypatch.setattr(study, "_compute", compute)
+        study.run(["tiny-bert"], tmp_path, TEXTS[:1], progress=False)
+
+    monkeypatch.setattr(study, "_compute", meanwhile)
+    study.run(["tiny-gpt2"], tmp_path, TEXTS[:1], progress=False)
+    assert set(study.load(tmp_path)["checkpoint"]) == {"tiny-bert", "tiny-gpt2"}
+
+
+@pytest.mark.parametrize("name", ["file", "file/below"])
+def test_a_folder_that_cannot_be_written_is_refused_before_anything(name: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"folder: expected one that can be written, got .*file is not; name another"):
+        study.run(["tiny-gpt2"], tmp_path / name, TEXTS[:1], progress=False)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_cells_of_other_types_are_refused_before_anything_is_written(tmp_path: Path, unchecked: None) -> None:
+    study.run(["tiny-gpt2"], tmp_path, TEXTS[:1], progress=False)
+    cells = pd.read_csv(tmp_path / "cells.csv", dtype={"threads": str}, keep_default_na=False)
+    cells.loc[0, "threads"] = "many"
+    cells.to_csv(tmp_path / "cells.csv", index=False)
+    before = {path.name: path.read_bytes() for path in tmp_path.glob("*.*")}
+    with pytest.raises(ValueError, match=r"folder: expected in .*cells\.csv what a study wrote"):
+        study.run(["tiny-bert"], tmp_path, TEXTS[:1], progress=False)
+    assert before == {path.name: path.read_bytes() for path in tmp_path.glob("*.*")}
+
+
+def test_one_checkpoint_that_cannot_be_read_does_not_stop_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture, unchecked: None
+) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_text("{")
+    (broken / "model.safetensors").write_text("")
+    with pytest.raises(study.Incomplete) as caught:
+        study.run([str(broken), "tiny-gpt2"], None, TEXTS[:1], device="cpu")
+    assert set(caught.value.table["checkpoint"]) == {"tiny-gpt2"} and list(caught.value.failed) == [str(broken)]
+    assert f"{broken}: " in study.preview([str(broken), "tiny-gpt2"], TEXTS[:1], "cpu")
+    assert "cannot be read" in capsys.readouterr().err
+
+
+def test_one_folder_in_two_spellings_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model").mkdir()
+    monkeypatch.chdir(tmp_path)
+    names, _, _ = profiles.asked_for(["model", f"{tmp_path}/model/", "tiny-gpt2", "model"], TEXTS[:1])
+    assert names == ("model", "tiny-gpt2")
+
+
+def test_a_changed_vocabulary_is_seen_without_a_fast_tokenizer() -> None:
+    def tokenizer(*words: str) -> SimpleNamespace:
+        return SimpleNamespace(get_vocab=lambda: {word: n for n, word in enumerate(words)}, init_kwargs={"case": True})
+
+    assert cells._content(tokenizer("a", "b")) == cells._content(tokenizer("a", "b"))
+    assert cells._content(tokenizer("a", "b")) != cells._content(tokenizer("b", "a"))
+
+
+def test_the_only_checkpoints_error_says_which_it_was(monkeypatch: pytest.MonkeyPatch, unchecked: None) -> None:
+    monkeypatch.setattr("cwlib.workers.evaluate", lambda *_: (_ for _ in ()).throw(RuntimeError("odd model")))
+    with pytest.raises(cwlib.CheckpointError, match=r"^tiny-gpt2: RuntimeError: odd model"):
+        study.run(["tiny-gpt2"], None, TEXTS[:1], progress=False, fresh=True)
