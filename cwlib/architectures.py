@@ -197,9 +197,12 @@ def _find_layer(
 
     def read() -> Maps:
         (weight, bias), (out, out_bias) = _linear(*value, stored), _linear(*output, stored)
-        transports = HeadTransports(
-            value_heads(weight), out.unflatten(1, (heads, d_head)).permute(1, 0, 2), groups=heads // kv_heads
-        )
+        try:
+            transports = HeadTransports(
+                value_heads(weight), out.unflatten(1, (heads, d_head)).permute(1, 0, 2), groups=heads // kv_heads
+            )
+        except ValueError as error:
+            raise ValueError(f"model: {path}: {error}; if its file is damaged, copy or download it again") from error
         return Maps(transports, None if bias is None else _per_head(value_heads(bias), transports), out_bias)
 
     in_memory = not (value[0].weight.is_meta or output[0].weight.is_meta)

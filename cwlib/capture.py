@@ -119,7 +119,7 @@ class _Capture:
                 args, kwargs, result = call
                 attention = result[-1] if isinstance(result, tuple) else None
                 if not isinstance(attention, Tensor) or attention.ndim != 4:
-                    raise RuntimeError(f"{layer.path}: the eager attention path returned no attention weights")
+                    raise ValueError(f"model: {layer.path}: the eager attention path returned no weights")
                 given = signature.bind(*args, **kwargs).arguments
                 others = (given.get(name) for name in ("key_value_states", "encoder_hidden_states"))
                 other = next((states for states in others if states is not None), None)
@@ -180,7 +180,7 @@ class _Capture:
                         names = inspect.signature(model.forward).parameters
                         model(**self.inputs, **({"use_cache": False} if "use_cache" in names else {}))
                     if unfinished := [path for path, seen in self.seen.items() if seen]:
-                        raise RuntimeError(f"{unfinished[0]}: the model did not call its output projection")
+                        raise ValueError(f"model: {unfinished[0]}: its output projection was not called")
         except _Cancelled:
             pass
         except BaseException as error:  # handed to the consumer, which raises it

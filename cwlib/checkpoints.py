@@ -88,6 +88,7 @@ def open_checkpoint(
         return _live(source, device, dtype, tokenizer)
     place, torch_dtype = require_device(device), _dtype(dtype)
     found = locate(source)
+    load_config(found.folder)  # whose faults would else be told as the tokenizer's
     tokenizer = load_tokenizer(found.folder) if tokenizer is None else tokenizer
     if offload is True and not found.safetensors:
         raise ValueError(f"offload: expected safetensors files, got {found.weights[0]}; convert it first")
@@ -121,8 +122,8 @@ def outline(source: str | os.PathLike) -> Checkpoint:
         A catalogue name, folder, .gguf file or hub id, as for `open_checkpoint`; errors as there.
     """
     found = locate(source)
-    facts = found.sha256, found.precision, "meta", "float32", found.revision
-    return Checkpoint(found.name, empty_model(found.folder), load_tokenizer(found.folder), *facts)
+    facts, model = (found.sha256, found.precision, "meta", "float32", found.revision), empty_model(found.folder)
+    return Checkpoint(found.name, model, load_tokenizer(found.folder), *facts)
 
 
 def initialise(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
+import re
 import tempfile
 import threading
 import weakref
@@ -191,7 +192,16 @@ def _explained(failure: str) -> Iterator[None]:
         except Exception as error:  # transformers' errors have no common base
             if "No space left" in str(error):
                 raise OSError(errno.ENOSPC, str(error)) from error
-            raise CheckpointError(f"{failure}: {type(error).__name__}: {error}") from error
+            raise CheckpointError(f"{failure}: {type(error).__name__}: {_without_advice(str(error))}") from error
+
+
+def _without_advice(text: str) -> str:
+    """An error of transformers or torch, without what it says to do about code that a checkpoint brings along."""
+    for option in ("trust_remote_code", "weights_only"):
+        if option in text:
+            sentences = [part for part in re.split(r"(?<=[.!?])\s+|\n+", text) if option not in part]
+            text = " ".join([*sentences, "Code that comes with a checkpoint is never run here."])
+    return text
 
 
 def _refuse_partial_load(model: PreTrainedModel, info: dict[str, Any], source: str) -> None:

@@ -13,7 +13,10 @@ from huggingface_hub.utils import get_session
 SECONDS = 5.0  #: that the hub has to answer
 PAUSE = 60.0  #: seconds after which a hub that did not answer is asked again
 
-_ELSEWHERE = "fetch it where there is a network (`hf download NAME`), and let HF_HOME name that cache folder here"
+_ELSEWHERE = (
+    "fetch it where there is a network (`hf download NAME --revision COMMIT`, the commit if cwlib/hub.json lists one), "
+    "and let HF_HOME name that cache folder here"
+)
 _asked = {"silent until": -1.0}  # on the monotonic clock
 
 
@@ -23,7 +26,7 @@ def why_unreachable() -> str:
     A hub that does not answer is not asked again for `PAUSE` seconds: one model after the other would wait for it, and
     the hub's client for minutes each time.
     """
-    missing = f"it is not in the hub's cache ({constants.HF_HUB_CACHE})"
+    missing = f"it is not, or not whole, in the hub's cache ({constants.HF_HUB_CACHE})"
     if constants.is_offline_mode():
         return f"{missing}, and the hub is switched off: unset HF_HUB_OFFLINE, or {_ELSEWHERE}"
     if time.monotonic() >= _asked["silent until"]:

@@ -127,6 +127,14 @@ def require_device(device: str) -> torch.device:
         raise ValueError("device: expected one that holds numbers, got 'meta'")
     if place.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device: {device!r} was asked for, but torch finds no CUDA device; use 'auto' or 'cpu'")
+    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device: {device!r} was asked for, but there are only {torch.cuda.device_count()} of them")
+    if place.type not in ("cpu", "cuda"):
+        try:
+            torch.empty(1, device=place)
+        except Exception as error:  # each kind of device has errors of its own
+            why = str(error).splitlines()[0][:100]
+            raise ValueError(f"device: torch cannot use {device!r} here ({why}); take 'cpu'") from error
     return place
 
 

@@ -576,7 +576,7 @@ def test_folders_that_are_no_checkpoint(bert_folder):
     with pytest.raises(CheckpointError, match=r"tokenizer in .* could not be loaded"):
         open_checkpoint(bert_folder)
     (bert_folder / "config.json").write_text('{"model_type": "nonsense"}')
-    with pytest.raises(CheckpointError, match="could not be loaded"):
+    with pytest.raises(CheckpointError, match="could not be read"):
         open_checkpoint(bert_folder, tokenizer=len)
     (bert_folder / "config.json").unlink()
     with pytest.raises(CheckpointError, match=r"no config\.json"):
@@ -973,3 +973,36 @@ def test_initialise_is_a_reproducible_null_of_the_same_architecture(bert_folder)
     assert again.sha256 == one.sha256
     assert_same_weights(initialise(source.model, 0, dtype="float64", device="cpu").model.float(), one.model)
     assert source.model.get_parameter(QUERY).std() > 5 * one.model.get_parameter(QUERY).std()
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ("{", r"config\.json in .* could not be read"),
+        ('{"model_type": "gpt2", "n_head": 0}', r"could not be loaded|laid out"),
+        ('{"model_type": "new", "auto_map": {"AutoConfig": "code.Config"}}', r"is never run here"),
+    ],
+)
+def test_faults_of_the_configuration_are_told_as_such(config: str, words: str, tmp_path: Path) -> None:
+    tiny_checkpoint("gpt2").model.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(config)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=words) as caught:
+        cwlib.open_checkpoint(tmp_path, tokenizer=None if "new" in config or config == "{" else list)
+    assert "tokenizer" not in str(caught.value) and "trust_remote_code" not in str(caught.value)
+
+
+@pytest.mark.parametrize("device", ["mps", "xpu", "hpu"])
+def test_devices_that_are_not_here_are_refused(device: str) -> None:
+    with pytest.raises(ValueError, match=rf"device: torch cannot use '{device}' here"):
+        cwlib.open_checkpoint("tiny-gpt2", device=device)
+
+
+def test_weights_that_are_no_numbers_are_told_with_their_place(tmp_path: Path) -> None:
+    model = tiny_checkpoint("gpt2").model
+    with torch.no_grad():
+        model.h[1].attn.c_proj.weight[0, 0] = torch.nan
+    model.save_pretrained(tmp_path)
+    checkpoint = cwlib.open_checkpoint(tmp_path, device="cpu")
+    with pytest.raises(ValueError, match=r"model: h\.1\.attn: output: .*finite.*damaged, copy or download"):
+        list(cwlib.layers(checkpoint, [1, 2, 3]))
