@@ -21,7 +21,7 @@ from torch import Tensor
 
 from cwlib._types import HeadGram, Output, Value
 from cwlib.kernels import composition_forms, gram, grams, workspace
-from cwlib.validation import as_integer, require_finite
+from cwlib.validation import as_integer, require_finite, require_kind
 
 HeadCores = Float[Tensor, "head other d_head d_other"]
 
@@ -166,6 +166,7 @@ class HeadTransports:
         if other is None or other is self:
             return self.head_gram
         right = other
+        require_kind("other", other, HeadTransports, "pass HeadTransports(value, output)")
         if right.d_model != self.d_model:
             raise ValueError(f"other: expected d_model {self.d_model}, got {right.d_model}")
         if right not in self._grams:

@@ -11,7 +11,7 @@ from cwlib._types import Attention, Field, Gauge, HeadGram, Output, Section, Val
 from cwlib.blocks import FactoredBlocks, attention_factor, attention_gram, gates, near_one
 from cwlib.cores import HeadTransports
 from cwlib.kernels import upcast
-from cwlib.validation import require_finite, require_gauge, require_token, validate_attention
+from cwlib.validation import require_finite, require_gauge, require_kind, require_token, validate_attention
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -90,6 +90,7 @@ class ConnectionWalk:
         absorption: Tensor | None = None,
     ) -> "ConnectionWalk":
         """Build a walk that shares ``transports``, and with them the cores they have already computed."""
+        require_kind("transports", transports, HeadTransports, "pass HeadTransports(value, output)")
         walk = cls.__new__(cls)
         walk.__dict__["transports"] = transports  # fills the cached property below before it is asked for
         walk.__init__(attention, transports.value, transports.output, constant, transports.groups, absorption)

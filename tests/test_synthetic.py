@@ -107,7 +107,7 @@ def test_causal_attention_looks_back_only() -> None:
 
 
 def test_heads_that_do_not_divide_into_groups_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"groups=2"):
+    with pytest.raises(ValueError, match=r"groups: .*got 2"):
         random_walk(0, heads=3, groups=2)
 
 

@@ -575,3 +575,13 @@ def test_transports_without_a_walk() -> None:
     agree(walk.schmidt_values(), np.zeros(2))
     with pytest.raises(ValueError, match="expected W > 0"):
         walk.transport(0, 0, "norm")
+
+
+@pytest.mark.parametrize("thing", [(1, 2), "x", None])
+def test_other_things_than_transports_are_refused(thing: object, unchecked: None) -> None:
+    walk = random_walk(0)
+    with pytest.raises(ValueError, match=r"transports: expected HeadTransports, got .*; pass HeadTransports"):
+        ConnectionWalk.from_transports(walk.attention, thing)
+    if thing is not None:
+        with pytest.raises(ValueError, match=r"other: expected HeadTransports, got"):
+            walk.transports.gram(thing)
