@@ -70,6 +70,11 @@ class Cell:
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:20]
 
 
+def tiny_family(name: str) -> str:
+    """The family of a tiny random model, of a name as "tiny-bert"; empty for other names."""
+    return name.removeprefix("tiny-") if name.startswith("tiny-") and "/" not in name else ""
+
+
 def open_weights(
     name: str,
     source: str,
@@ -80,13 +85,13 @@ def open_weights(
     tokens: int = TOKENS,
 ) -> Checkpoint:
     """Trained weights, or those of the source ``init`` or of a scheme of `cwlib.quantise`."""
-    tiny = name.startswith("tiny-") and "/" not in name
+    tiny = tiny_family(name)
     if source == "init":
         # by name, so that the trained weights are not read: two large models need not fit
-        start = tiny_checkpoint(name.removeprefix("tiny-"), dtype=dtype) if tiny else name
+        start = tiny_checkpoint(tiny, dtype=dtype) if tiny else name
         return initialise(start, seed, dtype, device, offload, tokens)
     if tiny:
-        found = tiny_checkpoint(name.removeprefix("tiny-"), dtype=dtype)
+        found = tiny_checkpoint(tiny, dtype=dtype)
     else:
         # a copy is rounded, of weights that are in memory
         offload = False if source in SCHEMES else offload
@@ -104,8 +109,8 @@ def _identity(name: str) -> tuple[str, str, str]:
     # Catalogue entries are addressed without opening them, so that a current table needs no download.
     if name in CATALOGUE:
         return CATALOGUE[name].sha256, "", CATALOGUE[name].kind
-    tiny = name.startswith("tiny-") and "/" not in name
-    opened = tiny_checkpoint(name.removeprefix("tiny-")) if tiny else outline(name)
+    tiny = tiny_family(name)
+    opened = tiny_checkpoint(tiny) if tiny else outline(name)
     # What the weights mean depends on the configuration, and which tokens they see on the tokenizer.
     config = opened.model.config.to_dict() | {"dtype": "float32"}  # in which it is loaded
     for incidental in ("_name_or_path", "transformers_version"):

@@ -16,12 +16,10 @@ from uuid import uuid4
 import psutil
 import torch
 from huggingface_hub import constants, get_token
-from huggingface_hub.utils import get_session
 from packaging.requirements import Requirement
 
 from cwlib.catalogue import CATALOGUE, cache_dir, cached_folder, problems
-
-SECONDS = 3.0  #: that the hub has to answer
+from cwlib.network import SECONDS, answers
 
 
 @dataclass(frozen=True)
@@ -164,10 +162,8 @@ def _hub() -> Iterator[Finding]:
         yield Finding("hub", f"switched off (HF_HUB_OFFLINE), {where}", "note", "hub ids open from the cache only")
         return
     start = time.monotonic()
-    try:
-        get_session().head(constants.ENDPOINT, timeout=SECONDS)
-    except Exception as error:  # the errors of the HTTP client in use
-        advice = f"hub ids that are not in the cache fail ({type(error).__name__}); names, folders and .gguf files work"
+    if not answers():
+        advice = "hub ids that are not in the cache fail; names, folders and .gguf files work"
         yield Finding("hub", f"not reached in {SECONDS:.0f} s, {where}", "note", advice)
         return
     token = "a token is set" if get_token() else "no token (gated models need `hf auth login`)"

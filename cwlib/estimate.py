@@ -16,7 +16,7 @@ import torch
 from huggingface_hub import constants
 
 from cwlib.catalogue import CATALOGUE, cached_folder
-from cwlib.cells import GAUSSIAN_SEEDS, INIT_SEEDS, NULL_PASSAGES, approximate_tokens
+from cwlib.cells import GAUSSIAN_SEEDS, INIT_SEEDS, NULL_PASSAGES, approximate_tokens, tiny_family
 from cwlib.checkpoint import kind_of
 from cwlib.checkpoints import tiny_checkpoint
 from cwlib.corpus import Passage
@@ -208,8 +208,8 @@ class _Facts:
 
 def _facts(name: str) -> _Facts | None:
     """What is known about a checkpoint without a network: its files if they are here, else the lists."""
-    if name.startswith("tiny-") and "/" not in name:
-        model = tiny_checkpoint(name.removeprefix("tiny-")).model
+    if family := tiny_family(name):
+        model = tiny_checkpoint(family).model
         return _Facts(Shape.of_model(model), kind_of(model) == "decoder", 0, "")
     if name in CATALOGUE:
         item = CATALOGUE[name]

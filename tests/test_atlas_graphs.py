@@ -7,8 +7,9 @@ import pytest
 import torch
 from matplotlib.mathtext import MathTextParser
 
+from cwlib.atlas import SYSTEMS
 from cwlib.atlas_geometry import icosahedron
-from cwlib.atlas_pair import SYSTEMS, Pair, Placed, defects
+from cwlib.atlas_pair import Pair, Placed, defects
 from cwlib.edges import EdgeWalk
 from cwlib.holonomy import holonomy, parallel_fields
 from cwlib.laplacian import conditions

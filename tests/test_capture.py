@@ -43,6 +43,7 @@ from cwlib.tiny import tiny_config
 
 FAMILIES = ("bert", "mpnet", "gpt2", "llama", "qwen2", "gemma3")  # enough for what does not depend on the family
 
+forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 pytestmark = pytest.mark.filterwarnings("ignore:.*layers are left out:UserWarning")
 
 
@@ -662,7 +663,7 @@ def test_streams_share_threads_one_after_the_other_and_keep_their_number_of_core
     assert_left_clean(checkpoint)
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+@forks
 def test_a_forked_process_captures_with_threads_of_its_own() -> None:
     script = """
 import os, sys, torch
@@ -796,7 +797,7 @@ def test_a_process_ends_though_an_iterator_is_half_done(rest: str) -> None:
     assert (found.returncode, found.stderr) == (0, "")
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@forks
 def test_a_forked_process_is_told_to_begin_anew() -> None:
     found = ran("""
 if os.fork() == 0:
