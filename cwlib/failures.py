@@ -25,9 +25,10 @@ class Incomplete(CheckpointError):
         for name, error in failed.items():
             named.setdefault(_reason(name, error), []).append(name)
         lines = [f"  - {', '.join(names)}: {reason}" for reason, names in named.items()]
+        asked = len(failed) + table["checkpoint"].nunique()
         others = "" if table.empty else "the others are in the tables, "
         super().__init__(
-            f"{len(failed)} of {len(failed) + table['checkpoint'].nunique()} checkpoints could not be measured; {others}"
+            f"{len(failed)} of {asked} checkpoints could not be measured; {others}"
             "what was computed is kept, and the same again goes on from there:\n" + "\n".join(lines)
         )
 
